@@ -1,0 +1,5 @@
+"""
+A synchronous, thread-pool task scheduler on MongoDB.
+"""
+
+__version__ = "0.1.0"

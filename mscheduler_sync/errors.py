@@ -1,0 +1,175 @@
+"""
+Every exception that this library raises on purpose, in one tree.
+
+Wrong arguments are plain ``ValueError`` and ``TypeError``. "Lost the race" and
+"lost the lease" inside the consumer are ordinary results, not exceptions.
+"""
+
+from __future__ import annotations
+
+
+class MSchedulerError(Exception):
+    """
+    Base of all errors of this library.
+    """
+
+
+class TaskExists(MSchedulerError):
+    """
+    `Producer.send` was told ``if_exists="raise"`` and the key is taken. Nothing was changed.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"a task with the key {key!r} exists")
+        self.key = key
+
+
+class TaskRunning(MSchedulerError):
+    """
+    `Producer.send` was told ``if_running="raise"`` and an attempt runs. Nothing was changed.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the task {key!r} is running")
+        self.key = key
+
+
+class TaskNotFound(MSchedulerError):
+    """
+    No document has this key (any more). Nothing was changed.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"there is no task with the key {key!r}")
+        self.key = key
+
+
+class TaskFailed(MSchedulerError):
+    """
+    `Producer.result`: the task has used up its attempts or failed for good.
+
+    *reason* is the stored text of the last failure, or None.
+    """
+
+    def __init__(self, key: str, reason: str | None) -> None:
+        first_line = (reason or "no reason was stored").splitlines()[0]
+        super().__init__(f"the task {key!r} failed: {first_line}")
+        self.key = key
+        self.reason = reason
+
+
+class TaskCancelled(MSchedulerError):
+    """
+    `Producer.result`: the task was cancelled.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the task {key!r} was cancelled")
+        self.key = key
+
+
+class InvalidTask(MSchedulerError):
+    """
+    A stored document is not a task that this version can read.
+
+    *path* names the faulty field. The document is left as it is.
+    """
+
+    def __init__(self, key: object, path: str, problem: str) -> None:
+        super().__init__(f"the document {key!r} is not a readable task: {path} {problem}")
+        self.key = key
+        self.path = path
+        self.problem = problem
+
+
+class LeaseLost(MSchedulerError):
+    """
+    Raised inside a function by `TaskContext.check` once its attempt should end early.
+
+    *reason* is one of the values of `TaskContext.reason`.
+    """
+
+    def __init__(self, key: str, running_id: str, reason: str = "lease_lost") -> None:
+        super().__init__(f"the attempt {running_id} of the task {key!r} should end: {reason}")
+        self.key = key
+        self.running_id = running_id
+        self.reason = reason
+
+
+class StoreError(MSchedulerError):
+    """
+    The database refused or could not answer; the driver's error is the ``__cause__``.
+    """
+
+
+class StoreUnavailable(StoreError):
+    """
+    The database could not be reached or did not answer in time; trying again may help.
+
+    A write may or may not have happened. Every write of this library may be repeated safely.
+    """
+
+
+class StoreRejected(StoreError):
+    """
+    The database answered with an error that repeating will not mend: a missing
+    privilege, a document that is too large, a statement that it does not know.
+    """
+
+
+class ComponentCrashed(MSchedulerError):
+    """
+    A background part of the consumer failed again and again with a programming
+    error; the consumer has stopped. The last failure is the ``__cause__``.
+    """
+
+    def __init__(self, component: str) -> None:
+        super().__init__(f"the part {component!r} failed repeatedly; the consumer has stopped")
+        self.component = component
+
+
+class RetryLater(Exception):  # noqa: N818 - an instruction, not an error
+    """
+    Raise in a function: this attempt failed, try again after *delay* seconds.
+
+    Uses an attempt; the task's own retry delay is replaced by *delay*.
+
+    Raises:
+        ValueError: If *delay* is negative or not a number of seconds up to ten years.
+    """
+
+    def __init__(self, delay: float, reason: str = "") -> None:
+        super().__init__(reason or f"retry after {delay} s")
+        self.delay_s = _steering_delay(delay)
+
+
+class FailForGood(Exception):  # noqa: N818 - an instruction, not an error
+    """
+    Raise in a function: the task is to fail now, whatever attempts are left.
+    """
+
+
+class Snooze(Exception):  # noqa: N818 - an instruction, not an error
+    """
+    Raise in a function: not now; run again after *delay* seconds. Uses no attempt.
+
+    Raises:
+        ValueError: If *delay* is negative or not a number of seconds up to ten years.
+    """
+
+    def __init__(self, delay: float) -> None:
+        super().__init__(f"snooze for {delay} s")
+        self.delay_s = _steering_delay(delay)
+
+
+_TEN_YEARS_S = 10 * 366 * 86_400.0
+
+
+def _steering_delay(delay: float) -> float:
+    if isinstance(delay, bool) or not isinstance(delay, (int, float)):
+        msg = f"delay must be a number of seconds, got {delay!r}"
+        raise TypeError(msg)
+    if not 0.0 <= delay <= _TEN_YEARS_S:
+        msg = f"delay must be between 0 seconds and ten years, got {delay!r}"
+        raise ValueError(msg)
+    return float(delay)
