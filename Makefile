@@ -1,0 +1,81 @@
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TYPED := $(wildcard mscheduler_sync tests examples benchmarks)
+
+# Prints what the environment is made of: interpreter, place, requirements. A changed line means: install again.
+define DESCRIBE
+import hashlib, os, sys
+version = "%d.%d.%d" % sys.version_info[:3]
+if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+    sys.exit("Python 3.10 to 3.13 is needed, $(PYTHON) is %s. Choose one: make PYTHON=python3.12 ..." % version)
+print(version, os.getcwd(), hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())
+endef
+
+.PHONY: help
+help: ## Show the targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo "  PYTHON=python3.12 chooses the interpreter (3.10 to 3.13, default python3)"
+
+.PHONY: install
+install: export DESCRIBE := $(DESCRIBE)
+install: ## Make .venv with the library and the tools, unless it is up to date
+	@set -e; \
+	wanted="$$($(PYTHON) -c "$$DESCRIBE")"; \
+	if [ "$$(cat $(VENV)/.installed 2>/dev/null)" != "$$wanted" ]; then \
+		echo "installing into $(VENV): Python $${wanted%% *}"; \
+		case "$$(cat $(VENV)/.installed 2>/dev/null)" in "$${wanted% *} "*) ;; *) rm -rf $(VENV) ;; esac; \
+		rm -f $(VENV)/.installed; \
+		$(PYTHON) -m venv $(VENV); \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,dev]'; \
+		echo "$$wanted" > $(VENV)/.installed; \
+	fi
+
+.PHONY: demo
+demo: install ## Run the demonstration on an embedded server
+	@$(BIN)/python examples/demo.py
+
+.PHONY: test
+test: install ## Run the unit, integration and fault tests
+	@$(BIN)/python -m pytest
+
+.PHONY: test-unit
+test-unit: install ## Run the tests that need no server
+	@$(BIN)/python -m pytest tests/unit
+
+.PHONY: test-all
+test-all: install ## Run every test but soak and bench
+	@$(BIN)/python -m pytest -m 'not soak and not bench'
+
+.PHONY: stress
+stress: install ## Run the stress tests (minutes)
+	@$(BIN)/python -m pytest -m stress
+
+.PHONY: lint
+lint: install ## Check style and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+.PHONY: type
+type: install ## Check the types
+	@$(BIN)/mypy $(TYPED)
+
+.PHONY: fmt
+fmt: install ## Format the code and apply safe fixes
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+.PHONY: check
+check: lint type test ## Run everything that a change must pass
+
+.PHONY: build
+build: install ## Build the wheel and the source archive into dist/
+	@$(BIN)/python -m build --outdir dist .
+
+.PHONY: clean
+clean: ## Remove .venv, caches and build results
+	@rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find mscheduler_sync tests $(wildcard examples benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +
