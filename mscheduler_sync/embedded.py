@@ -177,7 +177,7 @@ class EmbeddedServer:
 
     def stop(self) -> None:
         """
-        Close the client of `collection` and end the server: some 0.2 s, at most 10 s.
+        Close the client of `collection` and end the server: some 0.1 s, at most about 11 s.
 
         May be called again, before `start`, and by a forked child, where the server stays.
         """
