@@ -1,5 +1,93 @@
 """
 A synchronous, thread-pool task scheduler on MongoDB.
+
+Start with `Producer` and `Consumer`; see the README.
 """
 
+from mscheduler_sync.consumer import Consumer
+from mscheduler_sync.context import Reason, TaskContext, current_task
+from mscheduler_sync.errors import (
+    ComponentCrashed,
+    FailForGood,
+    InvalidTask,
+    LeaseLost,
+    MSchedulerError,
+    RetryLater,
+    Snooze,
+    StoreError,
+    StoreRejected,
+    StoreUnavailable,
+    TaskCancelled,
+    TaskExists,
+    TaskFailed,
+    TaskNotFound,
+    TaskRunning,
+)
+from mscheduler_sync.events import (
+    AttemptLost,
+    AttemptReleased,
+    ConsumerStateChanged,
+    Event,
+    MarkSuccess,
+    Subscription,
+    TaskExecuteResult,
+    TaskOccupyResult,
+    TaskSetAside,
+    WaitOccupy,
+    WaitOccupyQueueEmpty,
+)
+from mscheduler_sync.health import Health, PartReport, StopReport
+from mscheduler_sync.model import Attempt, Status, Task, TaskOptions
+from mscheduler_sync.producer import Producer, SendResult
+from mscheduler_sync.router import Router
+
 __version__ = "0.1.0"
+
+__all__ = [  # noqa: RUF022 - grouped by purpose
+    # working
+    "Producer",
+    "SendResult",
+    "Consumer",
+    "StopReport",
+    "Health",
+    "PartReport",
+    "Router",
+    # inside a function
+    "TaskContext",
+    "Reason",
+    "current_task",
+    "RetryLater",
+    "FailForGood",
+    "Snooze",
+    # reading
+    "Task",
+    "TaskOptions",
+    "Attempt",
+    "Status",
+    # events
+    "Subscription",
+    "Event",
+    "WaitOccupy",
+    "WaitOccupyQueueEmpty",
+    "TaskOccupyResult",
+    "TaskExecuteResult",
+    "MarkSuccess",
+    "AttemptLost",
+    "AttemptReleased",
+    "TaskSetAside",
+    "ConsumerStateChanged",
+    # errors
+    "MSchedulerError",
+    "TaskExists",
+    "TaskRunning",
+    "TaskNotFound",
+    "TaskFailed",
+    "TaskCancelled",
+    "InvalidTask",
+    "LeaseLost",
+    "StoreError",
+    "StoreUnavailable",
+    "StoreRejected",
+    "ComponentCrashed",
+    "__version__",
+]

@@ -128,7 +128,7 @@ class ComponentCrashed(MSchedulerError):
         self.component = component
 
 
-class RetryLater(Exception):  # noqa: N818 - an instruction, not an error
+class RetryLater(Exception):
     """
     Raise in a function: this attempt failed, try again after *delay* seconds.
 
@@ -143,13 +143,13 @@ class RetryLater(Exception):  # noqa: N818 - an instruction, not an error
         self.delay_s = _steering_delay(delay)
 
 
-class FailForGood(Exception):  # noqa: N818 - an instruction, not an error
+class FailForGood(Exception):
     """
     Raise in a function: the task is to fail now, whatever attempts are left.
     """
 
 
-class Snooze(Exception):  # noqa: N818 - an instruction, not an error
+class Snooze(Exception):
     """
     Raise in a function: not now; run again after *delay* seconds. Uses no attempt.
 

@@ -1,0 +1,195 @@
+"""
+Keys that become due later, and due ones that wait for a slot.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+import time
+
+import attrs
+
+
+@attrs.define(eq=False)
+class Entry:
+    """
+    One key in the queue.
+    """
+
+    key: str
+    #: When it becomes due, on the monotonic clock.
+    due_s: float
+    priority: int
+    live: bool = True
+
+
+class DelayQueue:
+    """
+    A bounded ``heapq`` of keys by due time, and behind it one of due keys by priority.
+
+    Pushing a key again replaces its time. When the queue is full, keys that are due
+    latest are dropped, never due ones; `dropped_from_s` remembers the earliest of
+    them, so that they are fetched again in time. Safe from any thread.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._changed = threading.Condition()
+        # All under _changed. Heaps may hold dead entries; _entries holds only living ones.
+        self._entries: dict[str, Entry] = {}
+        self._later: list[tuple[float, int, Entry]] = []
+        self._ready: list[tuple[int, float, float, int, Entry]] = []
+        self._sequence = itertools.count()
+        self._dropped_from_s = float("inf")
+        self._closed = False
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        with self._changed:
+            return key in self._entries
+
+    @property
+    def dropped_from_s(self) -> float:
+        """
+        The earliest due time that was dropped since the last `forget_dropped`, or infinity.
+        """
+        with self._changed:
+            return self._dropped_from_s
+
+    def forget_dropped(self) -> None:
+        with self._changed:
+            self._dropped_from_s = float("inf")
+
+    def push(self, key: str, due_s: float, priority: int = 0) -> bool:
+        """
+        Add *key*, or move it; return whether it is in the queue now.
+        """
+        with self._changed:
+            old = self._entries.get(key)
+            if old is not None:
+                if old.due_s == due_s and old.priority == priority:
+                    return True
+                old.live = False
+                del self._entries[key]
+            elif len(self._entries) >= self._limit and not self._make_room(due_s):
+                self._dropped_from_s = min(self._dropped_from_s, due_s)
+                return False
+            entry = Entry(key, due_s, priority)
+            self._entries[key] = entry
+            heapq.heappush(self._later, (due_s, next(self._sequence), entry))
+            if self._later[0][2] is entry:
+                self._changed.notify_all()
+            if len(self._later) > 2 * len(self._entries) + 64:
+                self._later = [item for item in self._later if item[2].live]
+                heapq.heapify(self._later)
+            return True
+
+    def discard(self, key: str) -> None:
+        with self._changed:
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                entry.live = False
+
+    def take(self, count: int, timeout_s: float, *, spread: int = 0) -> list[Entry]:
+        """
+        Wait up to *timeout_s* seconds for due keys; remove and return up to *count* of them.
+
+        Highest priority first, then longest due. With *spread*, the keys are picked
+        at random from the first *spread* of equal priority, so that several consumers
+        that see the same keys do not all reach for the same ones.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._closed:
+                now_s = time.monotonic()
+                self._promote(now_s)
+                if self._ready:
+                    return self._pop(count, spread)
+                wait_s = deadline_s - now_s
+                if wait_s <= 0:
+                    break
+                if self._later:
+                    wait_s = min(wait_s, self._later[0][0] - now_s)
+                self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
+            return []
+
+    def count_due(self) -> int:
+        """
+        Return how many keys are due now.
+        """
+        with self._changed:
+            self._promote(time.monotonic())
+            return sum(1 for item in self._ready if item[4].live)
+
+    def close(self) -> None:
+        """
+        Wake whoever waits in `take`; nothing comes out any more.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # -- under _changed ----------------------------------------------------------------------
+
+    def _promote(self, now_s: float) -> None:
+        while self._later and (self._later[0][0] <= now_s or not self._later[0][2].live):
+            due_s, number, entry = heapq.heappop(self._later)
+            if entry.live:
+                # Equal due times are common (a batch of tasks): the random part spreads them.
+                tie = random.random()
+                heapq.heappush(self._ready, (-entry.priority, due_s, tie, number, entry))
+        while self._ready and not self._ready[0][4].live:
+            heapq.heappop(self._ready)
+
+    def _pop(self, count: int, spread: int) -> list[Entry]:
+        candidates: list[tuple[int, float, float, int, Entry]] = []
+        wanted = max(count, spread)
+        while self._ready and len(candidates) < wanted:
+            item = heapq.heappop(self._ready)
+            if not item[4].live:
+                continue
+            if len(candidates) >= count and item[0] != candidates[-1][0]:
+                heapq.heappush(self._ready, item)
+                break
+            candidates.append(item)
+        if len(candidates) > count:
+            lowest = candidates[count - 1][0]
+            fixed = [item for item in candidates if item[0] < lowest]
+            equals = [item for item in candidates if item[0] == lowest]
+            random.shuffle(equals)
+            candidates = fixed + equals
+            for item in candidates[count:]:
+                heapq.heappush(self._ready, item)
+            del candidates[count:]
+        taken = [item[4] for item in candidates]
+        for entry in taken:
+            entry.live = False
+            del self._entries[entry.key]
+        return taken
+
+    def _make_room(self, due_s: float) -> bool:
+        """
+        Drop the tenth of the keys that is due latest, if *due_s* is earlier than those.
+        """
+        now_s = time.monotonic()
+        self._promote(now_s)
+        waiting = sorted(
+            (entry for _, _, entry in self._later if entry.live), key=lambda entry: entry.due_s
+        )
+        if not waiting or waiting[-1].due_s <= due_s:
+            return False
+        surplus = waiting[-max(1, self._limit // 10) :]
+        doomed = [entry for entry in surplus if entry.due_s > due_s]
+        for entry in doomed:
+            entry.live = False
+            del self._entries[entry.key]
+        self._dropped_from_s = min(self._dropped_from_s, doomed[0].due_s)
+        self._later = [item for item in self._later if item[2].live]
+        heapq.heapify(self._later)
+        return True

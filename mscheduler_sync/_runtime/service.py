@@ -1,0 +1,159 @@
+"""
+One named background thread that repeats a step, and what is known of its health.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import attrs
+
+from mscheduler_sync._runtime import backoff
+from mscheduler_sync._runtime.log import Complaints
+from mscheduler_sync.errors import StoreError
+
+#: So many programming errors within so many seconds stop the consumer.
+CRASH_COUNT, CRASH_WINDOW_S = 5, 60.0
+
+CrashHandler = Callable[[str, BaseException], None]
+
+
+@attrs.define
+class PartHealth:
+    """
+    The last error of a part and how many it has had in a row.
+    """
+
+    last_error: str | None = None
+    last_error_at_s: float | None = None
+    failures_in_a_row: int = 0
+
+    def note_error(self, error: BaseException) -> None:
+        cause = error.__cause__ or error
+        self.last_error = f"{type(cause).__name__}: {cause}"[:500]
+        self.last_error_at_s = time.monotonic()
+        self.failures_in_a_row += 1
+
+    def note_success(self) -> None:
+        self.failures_in_a_row = 0
+
+
+class Service:
+    """
+    One named background thread: start once, stop once, never restart.
+
+    Repeats `step` until it is told to stop. A database error is retried after a
+    growing pause (1 s to 30 s) and logged at most once per interval. Any other error
+    is a bug: it is logged with its traceback and the step is run again; five within
+    a minute are reported to *on_crash* and end the thread.
+
+    Stopping before starting, or twice, is fine.
+    """
+
+    def __init__(
+        self, part: str, thread_name: str, log: logging.Logger, on_crash: CrashHandler
+    ) -> None:
+        self.part = part
+        self.health = PartHealth()
+        self._log = log
+        self._on_crash = on_crash
+        self._complaints = Complaints(30.0)
+        self._stop = threading.Event()
+        self._crashes: collections.deque[float] = collections.deque(maxlen=CRASH_COUNT)
+        self._thread = threading.Thread(target=self._main, name=thread_name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def thread_name(self) -> str:
+        return self._thread.name
+
+    def request_stop(self) -> None:
+        """
+        Ask the thread to end. Never blocks; may be repeated, and may precede `start`.
+        """
+        self._stop.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """
+        Wait up to *timeout_s* seconds; return whether the thread has ended (or never began).
+        """
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()
+
+    def step(self) -> None:
+        """
+        Do one round of work, waiting in it for what there is to do.
+        """
+        raise NotImplementedError
+
+    def on_store_error(self, error: StoreError) -> None:
+        """
+        Hook: a step has failed for want of the database.
+        """
+
+    def pause(self, timeout_s: float) -> bool:
+        """
+        Wait up to *timeout_s* seconds; return whether the stop was asked for.
+        """
+        return self._stop.wait(max(0.0, timeout_s))
+
+    def _main(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.step()
+                self.health.note_success()
+            except StoreError as error:
+                self._after_store_error(error)
+            except BaseException as error:  # noqa: BLE001 - a thread must not die silently
+                if self._after_bug(error):
+                    return
+
+    def _after_store_error(self, error: StoreError) -> None:
+        self.health.note_error(error)
+        if self._complaints.is_new(type(error.__cause__)):
+            self._log.warning(
+                "the database is in trouble; will try again",
+                extra={
+                    "event": "store_trouble",
+                    "part": self.part,
+                    "error_type": type(error.__cause__ or error).__name__,
+                    "error": str(error)[:500],
+                },
+            )
+        self.on_store_error(error)
+        pause_s = backoff.delay_s(self.health.failures_in_a_row, first_s=1.0, cap_s=30.0)
+        self.pause(backoff.jittered(pause_s))
+
+    def _after_bug(self, error: BaseException) -> bool:
+        """
+        Log *error*; return whether the thread should end.
+        """
+        now_s = time.monotonic()
+        self.health.note_error(error)
+        self._crashes.append(now_s)
+        self._log.error(
+            "a part failed with a programming error",
+            exc_info=error,
+            extra={"event": "part_failed", "part": self.part, "error_type": type(error).__name__},
+        )
+        full = len(self._crashes) == CRASH_COUNT
+        if full and now_s - self._crashes[0] <= CRASH_WINDOW_S:
+            self._on_crash(self.part, error)
+            return True
+        self.pause(0.1)
+        return False

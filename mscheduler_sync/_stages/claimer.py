@@ -1,0 +1,330 @@
+"""
+Turns due keys into attempts: takes slots, claims in batches, reads back what was won.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+import attrs
+from bson.raw_bson import RawBSONDocument
+from cachetools import TTLCache
+
+from mscheduler_sync import model
+from mscheduler_sync._runtime.delay_queue import DelayQueue, Entry
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._runtime.slots import Slots
+from mscheduler_sync._stages.attempt import HeldAttempt, Released
+from mscheduler_sync._stages.candidates import Candidates, Lanes
+from mscheduler_sync._stages.outcome import OutcomeWriter
+from mscheduler_sync._storage import statements
+from mscheduler_sync._storage.codec import envelope
+from mscheduler_sync._storage.statements import Update
+from mscheduler_sync._storage.store import TaskStore
+from mscheduler_sync.errors import InvalidTask, StoreError
+from mscheduler_sync.events import EventHub, TaskOccupyResult, WaitOccupyQueueEmpty
+
+_log = logger("claim")
+_T = TypeVar("_T")
+
+#: The most claims in one bulk: its cost at the server grows with the list of keys.
+BATCH: Final = 100
+#: While slots are busy, a claim waits this long for more of them to get free, in seconds.
+GATHER_S: Final = 0.004
+_IDLE_WAIT_S: Final = 60.0
+#: Bounds of the wait that grows with one's own lost claims, in seconds.
+_CONTENTION_FIRST_S, _CONTENTION_CAP_S = 0.005, 0.1
+_SPREAD_FIRST, _SPREAD_CAP = 64, 2000
+
+
+@attrs.frozen
+class _Claim:
+    """
+    One claim of a batch.
+    """
+
+    entry: Entry
+    running_id: str
+    statement: Update
+
+
+class Claimer(Service):
+    """
+    The claimer's thread; see the module. It is the delay queue's only taker.
+    """
+
+    def __init__(
+        self,
+        store: TaskStore,
+        lanes: Lanes,
+        queue: DelayQueue,
+        slots: Slots,
+        candidates: Candidates,
+        hub: EventHub,
+        writer: OutcomeWriter,
+        *,
+        margin_s: float | None,
+        value_limit_bytes: int,
+        start: Callable[[HeldAttempt], None],
+        on_low: Callable[[], None],
+        on_main_thread_end: Callable[[], None],
+        on_crash: CrashHandler,
+    ) -> None:
+        super().__init__("claim", f"ms-claim:{lanes.worker_id}", _log, on_crash)
+        self._store = store
+        self._lanes = lanes
+        self._queue = queue
+        self._slots = slots
+        self._candidates = candidates
+        self._hub = hub
+        self._writer = writer
+        self._margin_s = margin_s
+        self._value_limit_bytes = value_limit_bytes
+        self._start = start
+        self._on_low = on_low
+        self._on_main_thread_end = on_main_thread_end
+        # Of this thread alone.
+        self._contention_s = 0.0
+        self._spread = 0
+        self._lost_before: TTLCache[str, int] = TTLCache(1000, 60.0, timer=time.monotonic)
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def step(self) -> None:
+        free = self._free_slots()
+        if not free or self.stopping:
+            return
+        entries = self._queue.take(min(free, BATCH), _IDLE_WAIT_S, spread=self._spread)
+        if not entries or self.stopping:
+            return
+        if not threading.main_thread().is_alive():
+            # The interpreter is going down: nothing can be started any more.
+            self._on_main_thread_end()
+            return
+        left = len(self._queue)
+        if left == 0:
+            self._hub.publish(WaitOccupyQueueEmpty())
+        if left < max(2 * self._slots.size, BATCH):
+            self._on_low()
+        entries = self._after_contention(entries)
+        if entries and not self.stopping:
+            self._claim(entries)
+
+    def _free_slots(self) -> int:
+        free = self._slots.wait_free(_IDLE_WAIT_S)
+        wanted = min(self._queue.count_due(), self._slots.size, BATCH) if free else 0
+        if wanted > free:
+            # More tasks than slots: claims that share a round trip cost less.
+            free = max(free, self._slots.wait_free(GATHER_S, at_least=wanted))
+        return free
+
+    def _after_contention(self, entries: list[Entry]) -> list[Entry]:
+        """
+        After lost claims: wait a little, at random, and leave what others have taken meanwhile.
+        """
+        if self._contention_s <= 0.0 or len(entries) > 1:
+            return entries
+        self.pause(random.random() * self._contention_s)
+        still_due = []
+        now = self._store.clock.now()
+        for document in self._store.find(
+            statements.discovered_by_key([entry.key for entry in entries])
+        ):
+            fields = envelope(document)
+            due = fields.get("due")
+            if due is None or due <= now:
+                still_due.append(fields.get("key"))
+        self._contention_s = self._calmed(self._contention_s)
+        return [entry for entry in entries if entry.key in still_due]
+
+    @staticmethod
+    def _calmed(contention_s: float) -> float:
+        return contention_s * 0.9 if contention_s > _CONTENTION_FIRST_S / 2 else 0.0
+
+    # -- one batch ---------------------------------------------------------------------------
+
+    def _claim(self, entries: Sequence[Entry]) -> None:
+        claims = [self._make(entry) for entry in entries]
+        self._slots.take(len(claims))
+        unused = len(claims)
+        try:
+            sent_at_s = time.monotonic()
+            try:
+                refused = self._send(claims)
+                documents = self._read_back(claims)
+            except StoreError:
+                # Stopping before the outcome is known: give back what may have been won.
+                for claim in claims:
+                    self._writer.release(claim.entry.key, claim.running_id, Released("shutdown"))
+                raise
+            for claim in claims:
+                document = documents.get(claim.entry.key)
+                if document is not None and self._begin(claim, document, sent_at_s):
+                    unused -= 1
+        finally:
+            self._slots.give_back(unused)
+        self._learn_of_losses(claims, documents, refused)
+
+    def _make(self, entry: Entry) -> _Claim:
+        running_id = uuid.uuid4().hex
+        since_outage_s = time.monotonic() - self._store.recovered_at_s
+        statement = statements.claim(
+            entry.key,
+            running_id,
+            self._lanes.worker_id,
+            names=self._lanes.names,
+            # Later than any heartbeat interval, the condition need not be stated.
+            elapsed_since_outage_ms=round(since_outage_s * 1000) if since_outage_s < 3600 else None,  # noqa: PLR2004
+        )
+        return _Claim(entry, running_id, statement)
+
+    def _send(self, claims: Sequence[_Claim]) -> set[str]:
+        """
+        Run the claims until the server has answered; return the keys that it refused.
+        """
+        batch = [claim.statement for claim in claims]
+        result = self._until_answered(claims, lambda: self._store.update_each(batch))
+        refused = {claims[position].entry.key for position in result.errors}
+        for position, problem in result.errors.items():
+            self._candidates.set_aside(claims[position].entry.key, problem)
+        return refused
+
+    def _read_back(self, claims: Sequence[_Claim]) -> dict[str, RawBSONDocument]:
+        query = statements.claimed(
+            [claim.entry.key for claim in claims], [claim.running_id for claim in claims]
+        )
+        found = self._until_answered(claims, lambda: self._store.find(query))
+        return {str(document["key"]): document for document in found}
+
+    def _until_answered(self, claims: Sequence[_Claim], call: Callable[[], _T]) -> _T:
+        """
+        Repeat *call* through any trouble of the database; a claim may be repeated at will.
+
+        Raises:
+            StoreError: If the stop was asked for before an answer came.
+        """
+        while True:
+            try:
+                answer = call()
+            except StoreError as error:
+                if self.health.failures_in_a_row == 0:
+                    for claim in claims:
+                        self._hub.publish(TaskOccupyResult(key=claim.entry.key, success=False))
+                self._after_store_error(error)
+                if self.stopping:
+                    raise
+            else:
+                self.health.note_success()
+                return answer
+
+    def _begin(self, claim: _Claim, document: RawBSONDocument, sent_at_s: float) -> bool:
+        """
+        Start the attempt if it was won; return whether a slot went with it.
+        """
+        key = claim.entry.key
+        try:
+            fields = model.decode_fields(document)
+            attempts = model.read_attempts(fields)
+            options = model.read_options(fields)
+        except InvalidTask as error:
+            self._writer.release(key, claim.running_id, Released("late"))
+            self._candidates.set_aside(key, f"{error.path} {error.problem}")
+            return False
+        mine = next((a for a in attempts if a.running_id == claim.running_id), None)
+        if any(a.worker_id != self._lanes.worker_id for a in attempts):
+            self._candidates.note_other_worker()
+        if mine is None or not mine.is_open:
+            return False
+        name = fields.get("name")
+        deadline = None
+        if options.timeout is not None and self._store.clock.offset_s is not None:
+            deadline = self._store.clock.at(time.monotonic() + options.timeout)
+        attempt = HeldAttempt(
+            key=key,
+            name=name if isinstance(name, str) else None,
+            running_id=claim.running_id,
+            worker_id=self._lanes.worker_id,
+            number=1 + sum(1 for a in attempts if a.failed_at is not None),
+            options=options,
+            document=document,
+            claimed_at_s=sent_at_s,
+            margin_s=self._margin_s,
+            value_limit_bytes=self._value_limit_bytes,
+            codec_options=self._store.codec_options,
+            deadline=deadline,
+        )
+        if self.stopping or time.monotonic() >= attempt.held_until_s:
+            why = Released("shutdown" if self.stopping else "late")
+            self._writer.release(key, claim.running_id, why)
+            return False
+        self._lost_before.pop(key, None)
+        _log.debug(
+            "a task was claimed",
+            extra={
+                "event": "claimed",
+                "worker_id": self._lanes.worker_id,
+                "task_key": key,
+                "running_id": claim.running_id,
+                "attempt": attempt.number,
+            },
+        )
+        self._hub.publish(TaskOccupyResult(key=key, success=True))
+        self._start(attempt)
+        return True
+
+    def _learn_of_losses(
+        self,
+        claims: Sequence[_Claim],
+        documents: dict[str, RawBSONDocument],
+        refused: set[str],
+    ) -> None:
+        lost = [
+            claim.entry.key
+            for claim in claims
+            if claim.entry.key not in documents and claim.entry.key not in refused
+        ]
+        if not lost:
+            self._contention_s = self._calmed(self._contention_s)
+            self._spread = self._spread // 2 if self._spread > _SPREAD_FIRST else 0
+            return
+        _log.debug(
+            "claims were lost",
+            extra={"event": "claims_lost", "worker_id": self._lanes.worker_id, "count": len(lost)},
+        )
+        self._candidates.note_other_worker()
+        if len(lost) == len(claims):
+            grown_s = max(_CONTENTION_FIRST_S, 2 * self._contention_s)
+            self._contention_s = min(_CONTENTION_CAP_S, grown_s)
+        if 2 * len(lost) >= len(claims) and len(claims) > 1:
+            self._spread = min(_SPREAD_CAP, max(_SPREAD_FIRST, 2 * self._spread))
+        suspicious = []
+        for key in lost:
+            times = self._lost_before.get(key, 0) + 1
+            self._lost_before[key] = times
+            if times > 1:
+                suspicious.append(key)
+        if suspicious:
+            self._inspect(suspicious[:BATCH])
+
+    def _inspect(self, keys: Sequence[str]) -> None:
+        """
+        Keys that were lost again and again: are their documents readable at all?
+        """
+        for document in self._store.find(statements.whole(keys)):
+            try:
+                model.read_task(document, self._store.codec_options)
+            except InvalidTask as error:
+                self._candidates.set_aside(
+                    str(document.get("key")), f"{error.path} {error.problem}"
+                )
+
+    def request_stop(self) -> None:
+        super().request_stop()
+        self._queue.close()
+        self._slots.close()

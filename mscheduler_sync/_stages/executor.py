@@ -1,0 +1,161 @@
+"""
+Calls the function in a pool thread and turns whatever happens into an outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+from mscheduler_sync import context as task_context
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._stages import failure
+from mscheduler_sync._stages.attempt import (
+    Failed,
+    HeldAttempt,
+    Outcome,
+    Released,
+    Snoozed,
+    Succeeded,
+)
+from mscheduler_sync._storage import codec
+from mscheduler_sync.context import TaskContext
+from mscheduler_sync.errors import FailForGood, LeaseLost, RetryLater, Snooze
+from mscheduler_sync.invocation import Invocation
+
+_log = logger("execute")
+
+#: Threads are made on demand; this only bounds what `max_workers` may be set to.
+MAX_THREADS: Final = 1000
+
+Around = Callable[[], AbstractContextManager[Any]]
+FunctionOf = Callable[[str | None], Invocation | None]
+
+
+class Executor:
+    """
+    Runs attempts in a `ThreadPoolExecutor`.
+
+    *on_end* is called in the pool thread, exactly once for each attempt that was
+    accepted by `submit`, whatever the function does.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        function_of: FunctionOf,
+        around: Around | None,
+        value_limit_bytes: int,
+        on_end: Callable[[HeldAttempt, Outcome], None],
+    ) -> None:
+        self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"ms-exec:{worker_id}")
+        self._function_of = function_of
+        self._around = around
+        self._value_limit_bytes = value_limit_bytes
+        self._on_end = on_end
+
+    def submit(self, attempt: HeldAttempt) -> None:
+        """
+        Start *attempt* in a thread.
+
+        Raises:
+            RuntimeError: If the pool or the interpreter is shutting down; nothing was started.
+        """
+        self._pool.submit(self._run, attempt)
+
+    def close(self) -> None:
+        """
+        Let idle threads end. Does not wait.
+        """
+        self._pool.shutdown(wait=False)
+
+    def join_threads(self, timeout_s: float) -> list[str]:
+        """
+        Wait up to *timeout_s* seconds for the threads; return the names of those that live on.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        # ThreadPoolExecutor keeps its threads in a public-by-habit set; there is no other list.
+        threads = list(getattr(self._pool, "_threads", ()))
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return [thread.name for thread in threads if thread.is_alive()]
+
+    def _run(self, attempt: HeldAttempt) -> None:
+        attempt.started_at_s = time.monotonic()
+        try:
+            outcome = contextvars.copy_context().run(self._call, attempt)
+        except BaseException as error:  # noqa: BLE001 - the thread and the slot must survive
+            outcome = Failed(failure.describe(error))
+        attempt.document = None
+        self._on_end(attempt, outcome)
+
+    def _call(self, attempt: HeldAttempt) -> Outcome:
+        context = attempt.context
+        task_context.enter(context)
+        function = self._function_of(attempt.name)
+        document = attempt.document
+        if function is None or document is None:
+            return Released("options_changed")
+        try:
+            params = codec.thaw(document, "params", attempt.codec_options)
+        except Exception as error:  # noqa: BLE001 - a custom type's decoder may raise anything
+            return Failed(f"the params cannot be decoded: {failure.describe(error)}")
+        del document
+        try:
+            with self._around() if self._around is not None else contextlib.nullcontext():
+                value = function(params, context)
+        except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the attempt only
+            return _outcome_of(error, attempt)
+        if attempt.timed_out:
+            return _timed_out(attempt)
+        try:
+            return Succeeded(
+                codec.freeze(
+                    value,
+                    attempt.codec_options,
+                    what="result",
+                    limit_bytes=self._value_limit_bytes,
+                )
+            )
+        except codec.Unstorable as error:
+            # The function has had its effect: running it again would not make the value storable.
+            return Failed(failure.bounded(f"UnstorableResult: {error}"), for_good=True)
+
+
+def _outcome_of(error: BaseException, attempt: HeldAttempt) -> Outcome:
+    context: TaskContext = attempt.context
+    if isinstance(error, Snooze):
+        return Snoozed(error.delay_s)
+    if isinstance(error, RetryLater):
+        return Failed(failure.describe(error), delay_s=error.delay_s)
+    if isinstance(error, FailForGood):
+        return Failed(failure.describe(error), for_good=True)
+    if attempt.timed_out:
+        return _timed_out(attempt)
+    if isinstance(error, LeaseLost) and context.reason is not None:
+        if context.reason == "timed_out":
+            return _timed_out(attempt)
+        return Released(context.reason)
+    _log.info(
+        "a function raised",
+        exc_info=error,
+        extra={
+            "event": "function_raised",
+            "worker_id": context.worker_id,
+            "task_key": attempt.key,
+            "running_id": attempt.running_id,
+            "attempt": attempt.number,
+            "error_type": type(error).__name__,
+        },
+    )
+    return Failed(failure.describe(error))
+
+
+def _timed_out(attempt: HeldAttempt) -> Outcome:
+    return Failed(f"TimedOut: the function ran longer than {attempt.options.timeout} s")

@@ -1,0 +1,340 @@
+"""
+Pages of tasks that are due now or soon, into the delay queue.
+
+Runs at the start, after a gap in the change stream, when the queue runs low while
+more was there, and at the latest after the horizon. Also looks up single documents
+that the change stream named, and repairs derived fields that others left stale.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import time
+from typing import Any, Final
+
+from bson.raw_bson import RawBSONDocument
+
+from mscheduler_sync import model
+from mscheduler_sync._runtime import backoff
+from mscheduler_sync._runtime.delay_queue import DelayQueue
+from mscheduler_sync._runtime.log import Complaints, logger
+from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._stages.candidates import Candidates, Lanes
+from mscheduler_sync._storage import expressions as x
+from mscheduler_sync._storage import statements
+from mscheduler_sync._storage.codec import envelope
+from mscheduler_sync._storage.store import TaskStore
+from mscheduler_sync.errors import InvalidTask
+
+_log = logger("fetch")
+
+#: Tasks per page, look-ups per query, and the most that a pass reads of one lane.
+PAGE, CHUNK, MOST_PER_LANE = 1000, 100, 20_000
+#: More look-ups than this at once, and a whole pass is cheaper.
+_MOST_LOOKUPS: Final = 1000
+_SWEEP_INTERVAL_S: Final = 60.0
+_UNDERIVED_PAGES: Final = 10
+
+
+class Fetcher(Service):
+    """
+    The fetcher's thread; see the module.
+    """
+
+    def __init__(
+        self,
+        store: TaskStore,
+        lanes: Lanes,
+        queue: DelayQueue,
+        candidates: Candidates,
+        *,
+        poll_interval_s: float,
+        crate_interop: bool,
+        on_crash: CrashHandler,
+    ) -> None:
+        super().__init__("fetch", f"ms-fetch:{lanes.worker_id}", _log, on_crash)
+        self._store = store
+        self._lanes = lanes
+        self._queue = queue
+        self._candidates = candidates
+        self._poll_interval_s = poll_interval_s
+        self._crate_interop = crate_interop
+        self._invalid = Complaints(60.0)
+        self._changed = threading.Condition()
+        # All under _changed.
+        self._wanted = True
+        self._lookups: dict[object, None] = {}
+        self._passes = 0
+        self._in_pass = False
+        # Of this thread alone.
+        self._polling = True
+        self._more = False
+        self._next_pass_s = float("-inf")
+        self._next_sweep_s = float("-inf")
+        self._indexes_wanted = True
+
+    # -- called by others --------------------------------------------------------------------
+
+    def request_pass(self) -> None:
+        """
+        Look again soon: something may have been missed.
+        """
+        with self._changed:
+            self._wanted = True
+            self._changed.notify_all()
+
+    def look_up(self, document_id: object) -> None:
+        """
+        Read this document and queue it if it is claimable.
+        """
+        with self._changed:
+            if len(self._lookups) < _MOST_LOOKUPS:
+                self._lookups[document_id] = None
+            else:
+                self._wanted = True
+            self._changed.notify_all()
+
+    def set_polling(self, *, polling: bool) -> None:
+        """
+        Say whether the passes alone must find everything (no change stream).
+        """
+        self._polling = polling
+        with self._changed:
+            self._changed.notify_all()
+
+    def want_indexes(self) -> None:
+        """
+        The collection may be a new one: make sure of its indexes at the next pass.
+        """
+        self._store.forget_indexes()
+        self._indexes_wanted = True
+
+    def queue_runs_low(self) -> None:
+        if self._more:
+            self.request_pass()
+
+    def wait_first_pass(self, timeout_s: float) -> bool:
+        """
+        Wait up to *timeout_s* seconds until one pass was done; return whether it was.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self._passes > 0, timeout_s)
+
+    def wait_pass(self, timeout_s: float) -> bool:
+        """
+        Wait up to *timeout_s* seconds for a pass that begins after now; return whether it came.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            # A pass under way may have read before now: that one does not count.
+            target = self._passes + (2 if self._in_pass else 1)
+            while self._passes < target and not self.stopping:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._wanted = True
+                self._changed.notify_all()
+                self._changed.wait(left_s)
+            return self._passes >= target
+
+    def request_stop(self) -> None:
+        super().request_stop()
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def step(self) -> None:
+        lookups, whole = self._next_work()
+        if self.stopping:
+            return
+        done = False
+        try:
+            self._store.measure_clock()
+            if lookups:
+                self._look_up(lookups)
+            if whole:
+                self._pass()
+            done = True
+        finally:
+            with self._changed:
+                self._in_pass = False
+                self._passes += whole and done
+                # What a failed round was to find is found by the next pass.
+                self._wanted = self._wanted or not done
+                self._changed.notify_all()
+
+    def _next_work(self) -> tuple[list[object], bool]:
+        with self._changed:
+            while not self.stopping:
+                now_s = time.monotonic()
+                due_s = self._next_pass_s
+                dropped_s = self._queue.dropped_from_s
+                if dropped_s > now_s:
+                    due_s = min(due_s, dropped_s)
+                whole = self._wanted or due_s <= now_s
+                if self._lookups or whole:
+                    lookups = list(self._lookups)
+                    self._lookups.clear()
+                    self._wanted = False
+                    self._in_pass = whole
+                    return lookups, whole
+                self._changed.wait(min(due_s - now_s, threading.TIMEOUT_MAX))
+            return [], False
+
+    def _look_up(self, ids: list[object]) -> None:
+        for start in range(0, len(ids), CHUNK):
+            found = self._store.find(statements.discovered_by_id(ids[start : start + CHUNK]))
+            until = self._horizon_end()
+            for document in found:
+                fields = self._decoded(document)
+                if fields is None:
+                    continue
+                if fields.get("lanes") is None or fields.get("due") is None:
+                    self._adopt(fields.get("key"))
+                elif self._lanes.include(fields["lanes"]) and fields["due"] <= until:
+                    self._candidates.offer(fields)
+
+    def _pass(self) -> None:
+        if self._indexes_wanted:
+            self._store.ensure_indexes()
+            self._indexes_wanted = False
+        self._queue.forget_dropped()
+        if self._crate_interop and time.monotonic() >= self._next_sweep_s:
+            self._next_sweep_s = time.monotonic() + _SWEEP_INTERVAL_S
+            self._sweep()
+        self._adopt_underived()
+        self._more = False
+        until = self._horizon_end()
+        for lane, condition in self._lanes.queries:
+            if self.stopping:
+                return
+            self._read_lane(lane, condition, until)
+        if self._queue.dropped_from_s < float("inf"):
+            self._more = True
+        # The leases that this pass has seen may have shortened the horizon.
+        pause_s = self._candidates.horizon_s()
+        if self._polling:
+            pause_s = min(pause_s, self._poll_interval_s)
+        self._next_pass_s = time.monotonic() + backoff.jittered(pause_s, 0.1)
+
+    def _horizon_end(self) -> dt.datetime:
+        return self._store.clock.at(time.monotonic() + self._candidates.horizon_s())
+
+    def _read_lane(self, lane: str, condition: dict[str, object], until: dt.datetime) -> None:
+        """
+        Queue the due tasks of one lane, earliest first, until a page brings something new.
+        """
+        after, limit = x.EPOCH, PAGE
+        while limit <= MOST_PER_LANE:
+            found = self._store.find(
+                statements.due_tasks(
+                    lane, until=until, limit=limit, after=after, eligible=condition
+                )
+            )
+            queued = 0
+            last_due: object = None
+            for document in found:
+                fields = self._decoded(document)
+                if fields is None:
+                    continue
+                last_due = fields.get("due")
+                queued += self._candidates.offer(fields)
+            if len(found) < limit:
+                return
+            if queued:
+                self._more = True
+                return
+            # A page of nothing but what is set aside must not hide what stands behind it.
+            if isinstance(last_due, dt.datetime) and last_due > after:
+                after = last_due
+            else:
+                limit *= 2
+
+    def _decoded(self, document: RawBSONDocument) -> dict[str, Any] | None:
+        try:
+            return envelope(document)
+        except Exception as error:  # noqa: BLE001 - one document must not stop the others
+            if self._invalid.is_new(bytes(document.raw[:64])):
+                _log.error(
+                    "a document cannot be decoded",
+                    extra={"event": "undecodable", "error": str(error)[:300]},
+                )
+            return None
+
+    # -- documents of others -----------------------------------------------------------------
+
+    def _adopt_underived(self) -> None:
+        after: object | None = None
+        for _ in range(_UNDERIVED_PAGES):
+            found = self._store.find(statements.underived(after_id=after, limit=CHUNK))
+            for document in found:
+                fields = self._decoded(document)
+                if fields is not None:
+                    self._adopt(fields.get("key"))
+            if len(found) < CHUNK:
+                return
+            after = found[-1]["_id"]
+
+    def _adopt(self, key: object) -> None:
+        """
+        Derive what a document of another program lacks; queue it if it is claimable.
+        """
+        if not isinstance(key, str):
+            self._candidates.set_aside(repr(key)[:200], "its key is not a string")
+            return
+        if self._candidates.is_set_aside(key):
+            return
+        matched, _ = self._store.update(statements.repair(key))
+        if not matched:
+            self._explain(key)
+            return
+        until = self._horizon_end()
+        for document in self._store.find(statements.discovered_by_key([key])):
+            fields = self._decoded(document)
+            due = None if fields is None else fields.get("due")
+            if fields is None or not isinstance(due, dt.datetime):
+                continue
+            if self._lanes.include(fields.get("lanes")) and due <= until:
+                self._candidates.offer(fields)
+
+    def _explain(self, key: str) -> None:
+        """
+        Find out why a document takes no statement, and set it aside with the reason.
+        """
+        document = self._store.find_task(key)
+        if document is None:
+            return
+        try:
+            model.read_task(document, self._store.codec_options)
+        except InvalidTask as error:
+            self._candidates.set_aside(key, f"{error.path} {error.problem}")
+
+    def _sweep(self) -> None:
+        """
+        Page over the unfinished documents of a shared collection and repair stale ones.
+        """
+        after = ""
+        while not self.stopping:
+            found = self._store.find(statements.unfinished(after_key=after, limit=PAGE))
+            stale = [key for document in found if (key := self._stale_key(document)) is not None]
+            for start in range(0, len(stale), CHUNK):
+                self._store.update_each(
+                    [statements.repair(key) for key in stale[start : start + CHUNK]]
+                )
+            if len(found) < PAGE:
+                return
+            after = str(found[-1]["key"])
+
+    def _stale_key(self, document: RawBSONDocument) -> str | None:
+        fields = self._decoded(document)
+        if fields is None or not isinstance(fields.get("key"), str):
+            return None
+        key = str(fields["key"])
+        try:
+            status, due = model.derive(fields, model.read_attempts(fields))
+        except InvalidTask as error:
+            self._candidates.set_aside(key, f"{error.path} {error.problem}")
+            return None
+        return None if fields.get("status") == status and fields.get("due") == due else key

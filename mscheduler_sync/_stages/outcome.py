@@ -1,0 +1,368 @@
+"""
+Stores how attempts ended, together, fenced, again and again until it is known; then tells.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal
+
+import attrs
+
+from mscheduler_sync._runtime import backoff
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._stages import failure
+from mscheduler_sync._stages.attempt import (
+    Failed,
+    HeldAttempt,
+    Interrupted,
+    Outcome,
+    Released,
+    Snoozed,
+    Succeeded,
+)
+from mscheduler_sync._storage import statements
+from mscheduler_sync._storage.statements import Update
+from mscheduler_sync._storage.store import TaskStore
+from mscheduler_sync.errors import InvalidTask, StoreUnavailable
+from mscheduler_sync.events import (
+    AttemptLost,
+    AttemptReleased,
+    EventHub,
+    MarkSuccess,
+    TaskExecuteResult,
+    WaitOccupy,
+)
+from mscheduler_sync.model import Attempt, TaskOptions, decode_fields, read_attempts
+
+_log = logger("outcome")
+
+#: While other attempts run, an outcome waits this long for company, in seconds.
+GATHER_S: Final = 0.005
+_MOST_TOGETHER: Final = 100
+
+Verdict = Literal["stored", "lost"]
+
+
+@attrs.define(eq=False)
+class _Pending:
+    """
+    One outcome on its way.
+    """
+
+    key: str
+    running_id: str
+    outcome: Outcome
+    #: None for a claim that never became an attempt.
+    attempt: HeldAttempt | None
+    statement: Update
+    retry_delay_s: float = 0.0
+    #: An earlier try may have been applied.
+    uncertain: bool = False
+
+
+class OutcomeWriter(Service):
+    """
+    The outcome writer's thread; see the module.
+
+    *on_settled* is called, in this thread, once nothing more will be written for an
+    attempt; *on_failure* after a failure was stored, with the monotonic time of the retry.
+    """
+
+    def __init__(
+        self,
+        store: TaskStore,
+        worker_id: str,
+        hub: EventHub,
+        *,
+        is_idle: Callable[[], bool],
+        on_settled: Callable[[HeldAttempt, Outcome, Verdict], None],
+        on_failure: Callable[[str, float], None],
+        on_crash: CrashHandler,
+    ) -> None:
+        super().__init__("outcome", f"ms-outcome:{worker_id}", _log, on_crash)
+        self._store = store
+        self._worker_id = worker_id
+        self._hub = hub
+        self._is_idle = is_idle
+        self._on_settled = on_settled
+        self._on_failure = on_failure
+        self._changed = threading.Condition()
+        # Both under _changed.
+        self._pending: list[_Pending] = []
+        self._writing = 0
+        self._closing = False
+
+    # -- called by others --------------------------------------------------------------------
+
+    def put(self, attempt: HeldAttempt, outcome: Outcome) -> None:
+        """
+        Store *outcome*. Never blocks.
+        """
+        delay_s = retry_delay_s(attempt.options, attempt.number, outcome)
+        progress = attempt.take_progress()
+        statement = _statement(
+            attempt.key, attempt.running_id, outcome, delay_s=delay_s, progress=progress
+        )
+        pending = _Pending(
+            attempt.key, attempt.running_id, outcome, attempt, statement, retry_delay_s=delay_s
+        )
+        with self._changed:
+            self._pending.append(pending)
+            self._changed.notify_all()
+
+    def release(self, key: str, running_id: str, why: Released) -> None:
+        """
+        Give back a claim that never became an attempt. Never blocks.
+        """
+        pending = _Pending(key, running_id, why, None, statements.release(key, running_id))
+        with self._changed:
+            self._pending.append(pending)
+            self._changed.notify_all()
+
+    @property
+    def backlog(self) -> int:
+        """
+        How many outcomes are not stored yet.
+        """
+        with self._changed:
+            return len(self._pending) + self._writing
+
+    def drain(self, timeout_s: float) -> bool:
+        """
+        Wait up to *timeout_s* seconds until everything is stored; return whether that is so.
+        """
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._pending and not self._writing, timeout_s
+            )
+
+    def unstored(self) -> list[str]:
+        """
+        The keys whose outcomes are not stored (yet).
+        """
+        with self._changed:
+            return [pending.key for pending in self._pending]
+
+    def request_stop(self) -> None:
+        """
+        End after the current write. Call `drain` first.
+        """
+        super().request_stop()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def step(self) -> None:
+        batch = self._gather()
+        if not batch:
+            return
+        done = False
+        try:
+            self._write(batch)
+            done = True
+        except StoreUnavailable:
+            for pending in batch:
+                pending.uncertain = True
+            raise
+        finally:
+            with self._changed:
+                if not done:
+                    self._pending[:0] = batch
+                self._writing = 0
+                self._changed.notify_all()
+
+    def pause(self, timeout_s: float) -> bool:
+        """
+        While stopping, the pauses between tries are short: the time left is.
+        """
+        if self._store.deadline_s < float("inf"):
+            timeout_s = min(timeout_s, 0.2)
+        return super().pause(timeout_s)
+
+    def _gather(self) -> list[_Pending]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._closing)
+            if not self._pending:
+                return []
+            if not self._is_idle():
+                self._changed.wait_for(
+                    lambda: (
+                        len(self._pending) >= _MOST_TOGETHER or self._closing or self._is_idle()
+                    ),
+                    GATHER_S,
+                )
+            batch = self._pending[:_MOST_TOGETHER]
+            # One statement per document and bulk: the order of a bulk is not defined.
+            seen: set[str] = set()
+            chosen = []
+            for pending in batch:
+                if pending.key not in seen:
+                    seen.add(pending.key)
+                    chosen.append(pending)
+            self._pending = [p for p in self._pending if p not in chosen]
+            self._writing = len(chosen)
+            return chosen
+
+    def _write(self, batch: list[_Pending]) -> None:
+        result = self._store.update_each([pending.statement for pending in batch])
+        verdicts: dict[str, Verdict]
+        if result.matched == len(batch):
+            verdicts = {pending.running_id: "stored" for pending in batch}
+        else:
+            verdicts = self._read_verdicts(batch, result.errors)
+        for position, pending in enumerate(batch):
+            problem = result.errors.get(position)
+            if problem is not None:
+                self._on_refused(pending, problem)
+            else:
+                self._finish(pending, verdicts.get(pending.running_id, "lost"))
+
+    def _read_verdicts(
+        self, batch: Sequence[_Pending], errors: Mapping[int, str]
+    ) -> dict[str, Verdict]:
+        found = self._store.find(statements.attempt_state([p.key for p in batch]))
+        attempts: dict[str, tuple[Attempt, ...]] = {}
+        for document in found:
+            try:
+                fields = decode_fields(document)
+                attempts[str(fields.get("key"))] = read_attempts(fields)
+            except InvalidTask:
+                # Unreadable now: nothing can be said of the attempt, so nothing is claimed of it.
+                continue
+        return {
+            pending.running_id: _verdict(pending, attempts.get(pending.key, ()))
+            for position, pending in enumerate(batch)
+            if position not in errors
+        }
+
+    def _on_refused(self, pending: _Pending, problem: str) -> None:
+        """
+        The server refuses this one statement: store the refusal as the failure, else give up.
+        """
+        _log.error(
+            "an outcome was refused by the server",
+            extra={
+                "event": "outcome_refused",
+                "worker_id": self._worker_id,
+                "task_key": pending.key,
+                "running_id": pending.running_id,
+                "error": problem,
+            },
+        )
+        if isinstance(pending.outcome, Succeeded):
+            pending.outcome = Failed(failure.bounded(f"UnstorableResult: {problem}"), for_good=True)
+            pending.statement = _statement(
+                pending.key, pending.running_id, pending.outcome, delay_s=0.0, progress=None
+            )
+            with self._changed:
+                self._pending.append(pending)
+        else:
+            self._settle(pending, "lost")
+
+    def _finish(self, pending: _Pending, verdict: Verdict) -> None:
+        outcome, key = pending.outcome, pending.key
+        fields: dict[str, object] = {
+            "worker_id": self._worker_id,
+            "task_key": key,
+            "running_id": pending.running_id,
+        }
+        if pending.attempt is not None:
+            fields["attempt"] = pending.attempt.number
+            fields["duration_s"] = round(pending.attempt.age_s(), 3)
+        if isinstance(outcome, Interrupted):
+            return
+        if isinstance(outcome, Released | Snoozed):
+            why = outcome.why if isinstance(outcome, Released) else "snoozed"
+            _log.info("an attempt was released", extra={"event": "released", "why": why, **fields})
+            self._hub.publish(AttemptReleased(key=key, running_id=pending.running_id, why=why))
+        elif verdict == "lost":
+            _log.warning(
+                "the lease was lost; the outcome is not stored",
+                extra={"event": "lease_lost", **fields},
+            )
+            self._hub.publish(AttemptLost(key=key, running_id=pending.running_id))
+        elif isinstance(outcome, Succeeded):
+            _log.info("a task succeeded", extra={"event": "succeeded", **fields})
+            self._hub.publish(MarkSuccess(key=key))
+            self._hub.publish(TaskExecuteResult(key=key, success=True))
+        else:
+            first_line = outcome.reason.splitlines()[0] if outcome.reason else ""
+            _log.warning(
+                "an attempt failed", extra={"event": "failed", "reason": first_line, **fields}
+            )
+            retry_at_s = time.monotonic() + pending.retry_delay_s
+            self._on_failure(key, retry_at_s)
+            if self._hub.has_listeners and self._store.clock.offset_s is not None:
+                at = self._store.clock.at(retry_at_s)
+                self._hub.publish(WaitOccupy(key=key, next_occupy_time=at))
+            self._hub.publish(TaskExecuteResult(key=key, success=False))
+        self._settle(pending, verdict)
+
+    def _settle(self, pending: _Pending, verdict: Verdict) -> None:
+        if pending.attempt is not None:
+            pending.attempt.settled.set()
+            self._on_settled(pending.attempt, pending.outcome, verdict)
+
+
+def retry_delay_s(options: TaskOptions, attempt_number: int, outcome: Outcome) -> float:
+    """
+    Return how long after this failure the task may run again, in seconds.
+    """
+    if not isinstance(outcome, Failed):
+        return 0.0
+    if outcome.delay_s is not None:
+        return outcome.delay_s
+    cap_s = float("inf") if options.retry_max_delay is None else options.retry_max_delay
+    grown_s = backoff.delay_s(
+        attempt_number,
+        first_s=options.retry_delay,
+        cap_s=min(cap_s, 10 * 366 * 86_400.0),
+        factor=options.retry_backoff,
+    )
+    spread = options.retry_jitter
+    return grown_s * random.uniform(1.0 - spread, 1.0 + spread)
+
+
+def _statement(
+    key: str, running_id: str, outcome: Outcome, *, delay_s: float, progress: object
+) -> Update:
+    if isinstance(outcome, Succeeded):
+        return statements.succeed(key, running_id, outcome.value, progress=progress)
+    if isinstance(outcome, Failed):
+        return statements.fail(
+            key,
+            running_id,
+            outcome.reason,
+            retry_delay_ms=round(delay_s * 1000),
+            for_good=outcome.for_good,
+            progress=progress,
+        )
+    if isinstance(outcome, Snoozed):
+        return statements.snooze(key, running_id, delay_ms=round(outcome.delay_s * 1000))
+    if isinstance(outcome, Interrupted):
+        return statements.mark_interrupted(key, running_id)
+    return statements.release(key, running_id)
+
+
+def _verdict(pending: _Pending, attempts: Sequence[Attempt]) -> Verdict:
+    """
+    Say from the document whether *pending* was applied (perhaps by an earlier try) or lost.
+    """
+    mine = next((a for a in attempts if a.running_id == pending.running_id), None)
+    outcome = pending.outcome
+    if mine is None:
+        removed_by_me = pending.uncertain and isinstance(outcome, Released | Snoozed)
+        return "stored" if removed_by_me else "lost"
+    if isinstance(outcome, Succeeded):
+        return "stored" if mine.succeeded_at is not None else "lost"
+    if isinstance(outcome, Failed):
+        is_mine = mine.failed_at is not None and mine.fail_reason == outcome.reason
+        return "stored" if is_mine else "lost"
+    return "lost"

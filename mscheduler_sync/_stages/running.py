@@ -1,0 +1,175 @@
+"""
+The attempts of this consumer, from the claim until nothing more is to be written for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.slots import Slots
+from mscheduler_sync._stages.attempt import (
+    Failed,
+    HeldAttempt,
+    Interrupted,
+    Outcome,
+    Released,
+    Succeeded,
+)
+from mscheduler_sync._stages.executor import Executor
+from mscheduler_sync._stages.heartbeat import Heartbeats, tell
+from mscheduler_sync._stages.outcome import OutcomeWriter, Verdict
+from mscheduler_sync.context import Reason
+
+_log = logger("execute")
+
+
+class RunningAttempts:
+    """
+    Starts attempts, takes their outcomes, and knows which are there. Thread-safe.
+    """
+
+    def __init__(self, slots: Slots, *, is_stopping: Callable[[], bool]) -> None:
+        self._slots = slots
+        self._is_stopping = is_stopping
+        self._lock = threading.Lock()
+        # All under _lock.
+        self._held: dict[str, HeldAttempt] = {}
+        self._stuck: dict[str, HeldAttempt] = {}
+        self._finished_in_stop: list[str] = []
+        self._released_in_stop: list[str] = []
+        # Set once by `connect`.
+        self._executor: Executor
+        self._heartbeats: Heartbeats
+        self._writer: OutcomeWriter
+
+    def connect(self, executor: Executor, heartbeats: Heartbeats, writer: OutcomeWriter) -> None:
+        self._executor, self._heartbeats, self._writer = executor, heartbeats, writer
+
+    # -- in order of an attempt's life -------------------------------------------------------
+
+    def start(self, attempt: HeldAttempt) -> None:
+        """
+        Run *attempt*, whose slot is taken. If it cannot be started it is released.
+        """
+        with self._lock:
+            self._held[attempt.running_id] = attempt
+        self._heartbeats.add(attempt)
+        try:
+            self._executor.submit(attempt)
+        except RuntimeError:
+            # The pool or the interpreter is shutting down.
+            self.ended(attempt, Released("shutdown"))
+
+    def ended(self, attempt: HeldAttempt, outcome: Outcome) -> None:
+        """
+        The function has returned (or never began): free the slot and have the outcome stored.
+        """
+        with self._lock:
+            first = not attempt.ended.is_set()
+            attempt.ended.set()
+            was_stuck = self._stuck.pop(attempt.running_id, None) is not None
+            abandoned = attempt.abandoned
+            if first and not abandoned and isinstance(outcome, Released) and self._is_stopping():
+                self._released_in_stop.append(attempt.key)
+        if first and not abandoned:
+            self._writer.put(attempt, outcome)
+        if not (was_stuck and attempt.slot_replaced):
+            self._slots.give_back()
+
+    def settled(self, attempt: HeldAttempt, outcome: Outcome, verdict: Verdict) -> None:
+        """
+        Nothing more will be written for *attempt*.
+        """
+        with self._lock:
+            self._held.pop(attempt.running_id, None)
+            has_ended = verdict == "stored" and isinstance(outcome, Succeeded | Failed)
+            if has_ended and self._is_stopping():
+                self._finished_in_stop.append(attempt.key)
+
+    def give_up(self, attempt: HeldAttempt) -> None:
+        """
+        Store the time-out of a function that does not end, and replace its slot up to a limit.
+        """
+        with self._lock:
+            if attempt.ended.is_set() or attempt.abandoned:
+                return
+            attempt.ended.set()
+            attempt.slot_replaced = len(self._stuck) < self._slots.size
+            self._stuck[attempt.running_id] = attempt
+            count = len(self._stuck)
+        _log.error(
+            "a function does not end after its time-out",
+            extra={
+                "event": "stuck",
+                "worker_id": attempt.context.worker_id,
+                "task_key": attempt.key,
+                "running_id": attempt.running_id,
+                "stuck": count,
+                "slot_replaced": attempt.slot_replaced,
+            },
+        )
+        reason = (
+            f"TimedOut: the function ran longer than {attempt.options.timeout} s and did not end"
+        )
+        self._writer.put(attempt, Failed(reason))
+        if attempt.slot_replaced:
+            self._slots.give_back()
+
+    # -- knowledge ---------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """
+        Attempts that are held: their outcome is not stored yet.
+        """
+        with self._lock:
+            return len(self._held)
+
+    def keys(self) -> list[str]:
+        with self._lock:
+            return [attempt.key for attempt in self._held.values()]
+
+    def stuck_keys(self) -> list[str]:
+        """
+        Tasks whose functions run on after their time-out.
+        """
+        with self._lock:
+            return [attempt.key for attempt in self._stuck.values()]
+
+    def oldest_age_s(self) -> float | None:
+        with self._lock:
+            running = [a.claimed_at_s for a in self._held.values() if not a.ended.is_set()]
+        return time.monotonic() - min(running) if running else None
+
+    # -- stopping ----------------------------------------------------------------------------
+
+    def tell_all(self, reason: Reason) -> None:
+        """
+        Ask all running functions to end.
+        """
+        with self._lock:
+            running = [a for a in self._held.values() if not a.ended.is_set()]
+        for attempt in running:
+            tell(attempt, reason, "the consumer stops")
+
+    def abandon(self) -> list[HeldAttempt]:
+        """
+        Give up all functions that still run: what they return is not written any more.
+        """
+        with self._lock:
+            running = [a for a in self._held.values() if not a.ended.is_set()]
+            for attempt in running:
+                attempt.abandoned = True
+        for attempt in running:
+            self._writer.put(attempt, Interrupted())
+        return running
+
+    def stop_report(self) -> tuple[list[str], list[str]]:
+        """
+        Return the keys that finished and that were released since the stop began.
+        """
+        with self._lock:
+            return list(self._finished_in_stop), list(self._released_in_stop)

@@ -1,0 +1,120 @@
+"""
+Values of users to BSON and back, with errors that name the place.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from typing import Any, Final
+
+import bson
+from bson.codec_options import CodecOptions, DatetimeConversion
+from bson.errors import BSONError
+from bson.raw_bson import RawBSONDocument
+
+#: A document may not exceed 16 MiB; the rest of it needs some room.
+MAX_PARAMS_BYTES: Final = 15 * 1024 * 1024
+
+#: How the library itself reads: aware UTC dates; a date beyond Python's years does not raise.
+ENVELOPE: Final[CodecOptions[dict[str, Any]]] = CodecOptions(
+    document_class=dict,
+    tz_aware=True,
+    tzinfo=dt.timezone.utc,
+    datetime_conversion=DatetimeConversion.DATETIME_AUTO,
+    unicode_decode_error_handler="replace",
+)
+#: How documents leave the driver: undecoded, so that a faulty one spoils no other.
+RAW: Final[CodecOptions[RawBSONDocument]] = CodecOptions(
+    document_class=RawBSONDocument, datetime_conversion=DatetimeConversion.DATETIME_AUTO
+)
+
+
+class Unstorable(ValueError):
+    """
+    A value cannot be stored; the message says where in it and why.
+    """
+
+
+def freeze(value: object, options: CodecOptions[Any], *, what: str, limit_bytes: int) -> object:
+    """
+    Return *value* encoded with the caller's *options*: safe to store, and a copy.
+
+    Raises:
+        Unstorable: If BSON cannot hold it (named by its path) or it exceeds *limit_bytes*.
+    """
+    try:
+        raw = bson.encode({"v": value}, codec_options=options)
+    except RecursionError:
+        msg = f"{what} is nested too deeply, or contains itself"
+        raise Unstorable(msg) from None
+    except Exception as error:
+        path, problem = _find_fault(value, options, what)
+        msg = f"{path} cannot be stored: {problem or _problem_of(error)}"
+        raise Unstorable(msg) from error
+    if len(raw) > limit_bytes:
+        msg = f"{what} takes {len(raw)} bytes, more than the limit of {limit_bytes}"
+        raise Unstorable(msg)
+    return RawBSONDocument(raw, codec_options=RAW)["v"]
+
+
+def thaw(document: RawBSONDocument, field: str, options: CodecOptions[Any]) -> Any:
+    """
+    Return a field of *document* as the caller's *options* decode it, or None where it is missing.
+    """
+    if field not in document:
+        return None
+    value = document[field]
+    if isinstance(value, RawBSONDocument):
+        return bson.decode(value.raw, codec_options=options)
+    raw = bson.encode({"v": value}, codec_options=RAW)
+    decoded: Mapping[str, Any] = bson.decode(raw, codec_options=options)
+    return decoded["v"]
+
+
+def envelope(document: RawBSONDocument) -> dict[str, Any]:
+    """
+    Decode a document for the library's own use.
+    """
+    return bson.decode(document.raw, codec_options=ENVELOPE)
+
+
+def _problem_of(error: BaseException) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return "it holds text that is not valid Unicode (a lone surrogate)"
+    if isinstance(error, OverflowError):
+        return "it holds an int beyond 64 bits"
+    if isinstance(error, (BSONError, TypeError, ValueError)):
+        return str(error).split("\n", maxsplit=1)[0][:300]
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def _find_fault(value: object, options: CodecOptions[Any], path: str) -> tuple[str, str]:
+    """
+    Return the path of the innermost value that cannot be encoded, and why.
+    """
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                return path, f"its key {name!r} is not a string"
+            if "\x00" in name:
+                return path, f"its key {name!r} holds a NUL character"
+            if not _encodes(inner, options):
+                return _find_fault(inner, options, f"{path}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            if not _encodes(inner, options):
+                return _find_fault(inner, options, f"{path}[{number}]")
+    try:
+        bson.encode({"v": value}, codec_options=options)
+    except Exception as error:  # noqa: BLE001 - whatever the user's value raises is the answer
+        return path, _problem_of(error)
+    return path, ""
+
+
+def _encodes(value: object, options: CodecOptions[Any]) -> bool:
+    try:
+        bson.encode({"v": value}, codec_options=options)
+    except Exception:  # noqa: BLE001 - see _find_fault
+        return False
+    return True

@@ -1,0 +1,368 @@
+"""
+Runs statements: time-outs, error mapping, unknown outcomes.
+
+The only module that talks to the driver (but for the change stream). It does not
+trust the settings of the application's collection: writes are acknowledged by a
+majority and journaled, reads go to the primary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import pymongo
+from bson.codec_options import CodecOptions
+from bson.raw_bson import RawBSONDocument
+from pymongo import InsertOne, ReadPreference, UpdateOne, WriteConcern
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.errors import (
+    BulkWriteError,
+    ConnectionFailure,
+    DocumentTooLarge,
+    DuplicateKeyError,
+    OperationFailure,
+    PyMongoError,
+    WriteConcernError,
+    WriteError,
+)
+from pymongo.read_concern import ReadConcern
+
+from mscheduler_sync._runtime.clock import ServerClock
+from mscheduler_sync._runtime.log import Complaints, logger
+from mscheduler_sync._storage import statements
+from mscheduler_sync._storage.codec import RAW
+from mscheduler_sync._storage.statements import Find, Update
+from mscheduler_sync.errors import StoreError, StoreRejected, StoreUnavailable
+
+_log = logger("store")
+
+#: How long one call may take, in seconds, retries of the driver included.
+CALL_TIMEOUT_S: Final = 10.0
+_DUPLICATE_KEY: Final = 11000
+#: Server codes that mean "not now": interrupted, stepping down, shutting down, write concern.
+_PASSING_CODES: Final = frozenset(
+    {6, 7, 24, 43, 46, 50, 63, 64, 79, 89, 91, 100, 112, 133, 134, 136, 189, 202, 237, 251, 262}
+    | {263, 290, 317, 358, 384, 462, 8000, 9001, 10058, 10107, 11600, 11601, 11602, 13388, 13435}
+    | {13436, 50915}
+)
+_PASSING_LABELS: Final = ("RetryableWriteError", "TransientTransactionError", "NetworkError")
+_UNAUTHORIZED: Final = 13
+
+
+def translated(error: PyMongoError) -> StoreError:
+    """
+    Return *error* as one of ours; by class, code and label, never by text.
+    """
+    code = error.code if isinstance(error, OperationFailure) else None
+    passing = (
+        isinstance(error, (ConnectionFailure, WriteConcernError))
+        or error.timeout
+        or code in _PASSING_CODES
+        or any(error.has_error_label(label) for label in _PASSING_LABELS)
+    )
+    text = f"{type(error).__name__}: {error}"[:1000]
+    return StoreUnavailable(text) if passing else StoreRejected(text)
+
+
+@attrs.frozen
+class BulkOutcome:
+    """
+    What became of a bulk of conditional updates.
+    """
+
+    matched: int
+    #: Position -> the server's complaint about this statement alone.
+    errors: Mapping[int, str]
+
+
+class TaskStore:
+    """
+    The one way to the collection. Thread-safe; survives a fork (the child measures anew).
+    """
+
+    def __init__(self, collection: Collection[Any]) -> None:
+        #: How the application codes its values.
+        self.codec_options: CodecOptions[Any] = collection.codec_options
+        self._collection: Collection[RawBSONDocument] = collection.with_options(
+            codec_options=RAW,
+            read_preference=ReadPreference.PRIMARY,
+            write_concern=WriteConcern("majority", j=True),
+            read_concern=ReadConcern("local"),
+        )
+        self.clock = ServerClock()
+        #: While stopping: no call may last beyond this monotonic time.
+        self.deadline_s = float("inf")
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        # Both under _lock.
+        self._indexes_done = False
+        self._trouble_since_s: float | None = None
+        #: Monotonic time of the last recovery from an outage; read without lock.
+        self.recovered_at_s = float("-inf")
+        self._complaints = Complaints(3600.0)
+
+    @property
+    def full_name(self) -> str:
+        return self._collection.full_name
+
+    @property
+    def collection(self) -> Collection[RawBSONDocument]:
+        """
+        The collection with the library's own settings, for the change stream.
+        """
+        return self._collection
+
+    # -- calls -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _call(self, timeout_s: float = CALL_TIMEOUT_S) -> Iterator[None]:
+        """
+        Bound a call in time, map its errors, and remember outages.
+        """
+        left_s = self.deadline_s - time.monotonic()
+        try:
+            # A passed deadline still leaves a moment, so that a last write has a chance.
+            with pymongo.timeout(max(0.05, min(timeout_s, left_s))):
+                yield
+        except (DuplicateKeyError, BulkWriteError):
+            self._note_answer()
+            raise
+        except PyMongoError as error:
+            mine = translated(error)
+            if isinstance(mine, StoreUnavailable):
+                self._note_outage()
+            else:
+                self._note_answer()
+            raise mine from error
+        self._note_answer()
+
+    def _note_outage(self) -> None:
+        self.clock.invalidate()
+        with self._lock:
+            if self._trouble_since_s is None:
+                self._trouble_since_s = time.monotonic()
+
+    def _note_answer(self) -> None:
+        if self._trouble_since_s is None:
+            return
+        with self._lock:
+            if self._trouble_since_s is not None:
+                self._trouble_since_s = None
+                self.recovered_at_s = time.monotonic()
+
+    def after_fork(self) -> None:
+        """
+        Forget what a parent process knew, if this process is its child.
+        """
+        if os.getpid() == self._pid:
+            return
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._trouble_since_s = None
+        self.clock = ServerClock()
+        self._complaints = Complaints(3600.0)
+
+    def measure_clock(self) -> None:
+        """
+        Ask the server for its time if the last answer is old. One short round trip.
+        """
+        if not self.clock.stale:
+            return
+        with self._call():
+            reply = self._collection.database.client.admin.command("hello")
+        received_at_s = time.monotonic()
+        local_time = reply.get("localTime")
+        if local_time is not None:
+            self.clock.set(local_time, received_at_s)
+
+    def ensure_indexes(self) -> None:
+        """
+        Create the indexes, once per process. A missing privilege costs one warning, not the work.
+        """
+        with self._lock:
+            if self._indexes_done:
+                return
+        for keys, options in statements.INDEXES:
+            try:
+                with self._call(60.0):
+                    self._collection.create_index(keys, **options)
+            except StoreRejected as error:
+                if self._complaints.is_new("indexes"):
+                    _log.warning(
+                        "an index could not be created; tasks work, slower",
+                        extra={
+                            "event": "index_refused",
+                            "index": options["name"],
+                            "error": str(error)[:500],
+                        },
+                    )
+        with self._lock:
+            self._indexes_done = True
+
+    def forget_indexes(self) -> None:
+        """
+        Create the indexes again at the next chance: the collection was dropped or replaced.
+        """
+        with self._lock:
+            self._indexes_done = False
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def find(self, query: Find, *, timeout_s: float = CALL_TIMEOUT_S) -> list[RawBSONDocument]:
+        """
+        Run one bounded read.
+        """
+        with self._call(timeout_s):
+            cursor = self._collection.find(
+                query.filter, query.projection or None, limit=query.limit
+            )
+            if query.sort:
+                cursor = cursor.sort(query.sort)
+            # One batch: a second round trip would be a second command.
+            return list(cursor.batch_size(max(query.limit, 2)) if query.limit else cursor)
+
+    def find_task(
+        self,
+        key: str,
+        projection: Mapping[str, Any] | None = None,
+        *,
+        session: ClientSession | None = None,
+    ) -> RawBSONDocument | None:
+        with self._call():
+            return self._collection.find_one(statements.task(key), projection, session=session)
+
+    def count(self, condition: Mapping[str, Any]) -> int:
+        with self._call():
+            return self._collection.count_documents(condition)
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def insert(self, document: Mapping[str, Any]) -> bool:
+        """
+        Insert a new task with its own ``_id``; return False where the key is taken.
+
+        An unknown outcome is settled by trying again: the ``_id`` says whose it is.
+        """
+        try:
+            with self._call():
+                self._collection.insert_one(document)  # type: ignore[arg-type]
+        except DuplicateKeyError:
+            return self._is_mine(document)
+        return True
+
+    def insert_many(
+        self, documents: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[bool], dict[int, str]]:
+        """
+        Insert new tasks unordered; return which were inserted, and the errors by position.
+
+        A position that is neither inserted nor in error had a key that is taken.
+        """
+        inserted = [True] * len(documents)
+        errors: dict[int, str] = {}
+        try:
+            with self._call(60.0):
+                self._collection.bulk_write(
+                    [InsertOne(document) for document in documents],  # type: ignore[arg-type]
+                    ordered=False,
+                )
+        except BulkWriteError as error:
+            for failure in error.details.get("writeErrors", []):
+                position = failure["index"]
+                inserted[position] = False
+                if failure.get("code") != _DUPLICATE_KEY:
+                    errors[position] = str(failure.get("errmsg", failure.get("code")))[:500]
+                elif self._is_mine(documents[position]):
+                    inserted[position] = True
+            if error.details.get("writeConcernErrors"):
+                raise StoreUnavailable(str(error.details["writeConcernErrors"])[:500]) from error
+        return inserted, errors
+
+    def _is_mine(self, document: Mapping[str, Any]) -> bool:
+        found = self.find_task(document["key"], {"_id": 1})
+        return found is not None and found["_id"] == document["_id"]
+
+    def update(
+        self,
+        statement: Update,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        session: ClientSession | None = None,
+    ) -> tuple[int, int]:
+        """
+        Run one conditional write; return how many documents it matched and changed.
+        """
+        with self._call(timeout_s):
+            try:
+                result = self._collection.update_one(
+                    statement.filter, statement.pipeline, session=session
+                )
+            except (WriteError, DocumentTooLarge) as error:
+                raise StoreRejected(f"{type(error).__name__}: {error}"[:1000]) from error
+        return result.matched_count, result.modified_count
+
+    def upsert(
+        self, document: Mapping[str, Any], *, session: ClientSession | None
+    ) -> tuple[bool, int]:
+        """
+        Insert *document* unless its key is taken; return whether it was, and the matched count.
+        """
+        with self._call():
+            result = self._collection.update_one(
+                statements.task(document["key"]),
+                {"$setOnInsert": document},
+                upsert=True,
+                session=session,
+            )
+        return result.upserted_id is not None, result.matched_count
+
+    def update_each(
+        self, batch: Sequence[Update], *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> BulkOutcome:
+        """
+        Run conditional writes of different documents, unordered, in one round trip.
+
+        Raises:
+            StoreUnavailable: Some of them may have happened; running them again is safe.
+        """
+        if len(batch) == 1:
+            try:
+                matched, _ = self.update(batch[0], timeout_s=timeout_s)
+            except StoreRejected as error:
+                if isinstance(error.__cause__, (WriteError, DocumentTooLarge)):
+                    return BulkOutcome(0, {0: str(error)})
+                raise
+            return BulkOutcome(matched, {})
+        try:
+            with self._call(timeout_s):
+                result = self._collection.bulk_write(
+                    [UpdateOne(one.filter, one.pipeline) for one in batch], ordered=False
+                )
+        except BulkWriteError as error:
+            failures = error.details.get("writeErrors", [])
+            if error.details.get("writeConcernErrors"):
+                raise StoreUnavailable(str(error.details["writeConcernErrors"])[:500]) from error
+            if any(failure.get("code") in _PASSING_CODES for failure in failures):
+                raise StoreUnavailable(str(failures[0].get("errmsg"))[:500]) from error
+            return BulkOutcome(
+                error.details.get("nMatched", 0),
+                {f["index"]: str(f.get("errmsg", f.get("code")))[:500] for f in failures},
+            )
+        return BulkOutcome(result.matched_count, {})
+
+    def delete(self, key: str, *, session: ClientSession | None = None) -> bool:
+        with self._call():
+            return (
+                self._collection.delete_one(statements.task(key), session=session).deleted_count > 0
+            )
+
+    def delete_matching(self, condition: Mapping[str, Any]) -> int:
+        with self._call(60.0):
+            return self._collection.delete_many(condition).deleted_count

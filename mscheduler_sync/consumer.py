@@ -1,0 +1,615 @@
+"""
+The consumer: builds the parts, wires each to the next, starts and stops them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final
+
+from pymongo.collection import Collection
+
+from mscheduler_sync._runtime.delay_queue import DelayQueue
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.service import Service
+from mscheduler_sync._runtime.slots import Slots
+from mscheduler_sync._stages.candidates import Candidates, Lanes
+from mscheduler_sync._stages.claimer import Claimer
+from mscheduler_sync._stages.executor import Executor
+from mscheduler_sync._stages.fetcher import Fetcher
+from mscheduler_sync._stages.heartbeat import Heartbeats
+from mscheduler_sync._stages.outcome import OutcomeWriter
+from mscheduler_sync._stages.running import RunningAttempts
+from mscheduler_sync._stages.watcher import Watcher
+from mscheduler_sync._storage.store import TaskStore
+from mscheduler_sync.errors import ComponentCrashed
+from mscheduler_sync.events import (
+    ConsumerStateChanged,
+    Event,
+    EventHub,
+    Subscription,
+    deadline_after,
+)
+from mscheduler_sync.health import Health, State, StopReport, take_health
+from mscheduler_sync.invocation import Invocation, invocation_of
+from mscheduler_sync.router import Router
+from mscheduler_sync.run_forever import serve
+from mscheduler_sync.settings import ConsumerSettings, check_max_workers, seconds
+
+_log = logger("consumer")
+
+#: Waits are cut into slices, so that Ctrl-C is seen on every system.
+_SLICE_S: Final = 0.5
+#: Of the time of a stop, the part after which running functions are asked to end,
+#: and what is kept for the last writes, in seconds.
+_ASK_AFTER_SHARE, _LAST_WRITES_SHARE, _LAST_WRITES_MOST_S = 0.75, 0.2, 1.0
+
+#: Consumers to stop when the interpreter exits.
+_living: weakref.WeakSet[Consumer] = weakref.WeakSet()
+
+
+class Consumer:
+    """
+    Runs tasks of one collection in threads of this process.
+
+    *func_or_router* is a function, called ``func(params)`` or ``func(params, context)``
+    with a `TaskContext`, which takes every task whatever its name; or a `Router`.
+
+    Use it as a context manager, or call `start` and `stop`. One consumer is started
+    once. All methods may be called from any thread; a function that runs as a task
+    may call `stop`, which then only asks for the stop.
+
+    Arguments (durations in seconds or as timedelta):
+        worker_id: Identity, unique among the living. Default: host, process and a
+            random part.
+        max_workers: Tasks that run at once; default 8, at most 1000. May be changed later.
+        around: Called without arguments in the executing thread before each function; the
+            context manager that it returns is entered around the function.
+        watch: False polls only and opens no change stream.
+        poll_interval: The pause between two looks without a change stream.
+        queue_limit: How many found tasks are held in memory.
+        stop_timeout: How long `stop`, leaving the ``with`` block, a signal and the
+            interpreter's exit wait for running functions.
+        lease_margin: How long before its end a lease is no longer trusted. Default: a tenth
+            of it, at least 2 s, never above a quarter.
+        max_result_bytes: Larger results become a stored failure.
+        crate_interop: Rust workers share the collection: look through all unfinished
+            documents every minute for what they have left stale.
+
+    Does no I/O. The collection's client stays the caller's and is never closed.
+
+    Raises:
+        TypeError, ValueError: If an argument is wrong; the text names it.
+    """
+
+    def __init__(
+        self,
+        collection: Collection[Any],
+        func_or_router: Callable[..., Any] | Router,
+        *,
+        worker_id: str | None = None,
+        max_workers: int | None = None,
+        around: Callable[[], Any] | None = None,
+        watch: bool = True,
+        poll_interval: float = 1.0,
+        queue_limit: int = 10_000,
+        stop_timeout: float = 25.0,
+        lease_margin: float | None = None,
+        max_result_bytes: int = 1024 * 1024,
+        crate_interop: bool = False,
+    ) -> None:
+        if not isinstance(collection, Collection):
+            msg = f"collection must be a pymongo Collection, got {collection!r:.200}"
+            raise TypeError(msg)
+        settings = ConsumerSettings.checked(
+            worker_id=worker_id,
+            max_workers=max_workers,
+            around=around,
+            watch=watch,
+            poll_interval=poll_interval,
+            queue_limit=queue_limit,
+            stop_timeout=stop_timeout,
+            lease_margin=lease_margin,
+            max_result_bytes=max_result_bytes,
+            crate_interop=crate_interop,
+        )
+        self._settings = settings
+        self._pid = os.getpid()
+        self._router = func_or_router if isinstance(func_or_router, Router) else None
+        self._function: Invocation | None = None
+        if not isinstance(func_or_router, Router):
+            self._function = invocation_of(func_or_router)
+        self._lock = threading.Lock()
+        # Under _lock.
+        self._state: State = "new"
+        self._crash: ComponentCrashed | None = None
+        self._report: StopReport | None = None
+        self._stop_asked = threading.Event()
+        self._stopped = threading.Event()
+        self._hub = EventHub()
+        self._store = TaskStore(collection)
+        self._slots = Slots(settings.max_workers)
+        self._queue = DelayQueue(settings.queue_limit)
+        self._running = RunningAttempts(self._slots, is_stopping=self._stop_asked.is_set)
+        self._parts: _Parts | None = None
+
+    # -- life --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """
+        Start the threads and return at once, also while the database is away.
+
+        Raises:
+            RuntimeError: If it was started or stopped before.
+            ValueError: If a router without functions was given.
+        """
+        if self._router is not None:
+            if not self._router.names:
+                msg = "the router has no functions; this consumer would never run anything"
+                raise ValueError(msg)
+            self._router.freeze()
+        with self._lock:
+            self._check_process()
+            if self._state != "new":
+                msg = f"this consumer is {self._state}; a consumer is started once"
+                raise RuntimeError(msg)
+            self._state = "running"
+            self._parts = _Parts(self)
+        _living.add(self)
+        self._parts.start()
+        self._say("running")
+
+    def wait_started(self, timeout: float | None = None) -> bool:
+        """
+        Wait until the first look at the database is done; return whether it is.
+
+        Blocks up to *timeout* seconds (None: for ever, or until the consumer stops).
+        """
+        deadline_s = deadline_after(timeout)
+        parts = self._parts
+        if parts is None:
+            return False
+        while not self._stop_asked.is_set():
+            left_s = deadline_s - time.monotonic()
+            if parts.fetcher.wait_first_pass(min(max(left_s, 0.0), _SLICE_S)):
+                return True
+            if left_s <= 0:
+                return False
+        return False
+
+    def stop(self, timeout: float | None = None) -> StopReport:
+        """
+        Take no more tasks, let running functions finish, store their outcomes, and end.
+
+        Blocks up to *timeout* seconds (default: `stop_timeout`) and about one more,
+        whatever the server or a function does. After three quarters of the time the
+        functions are asked to end (``context.cancelled``, reason ``shutdown``); those
+        that do not are left behind: their threads go on, their results are not
+        stored, and their tasks run again elsewhere once the lease ends, without
+        having used up an attempt. Safe to call again, and from any thread; the
+        second caller waits for the first. Called by a running task, or in a forked
+        child, it returns an empty report at once (the former asks for the stop).
+
+        Raises:
+            ComponentCrashed: If a part had failed for good; the stop was done nevertheless.
+        """
+        timeout_s = (
+            self._settings.stop_timeout_s if timeout is None else seconds(timeout, "timeout")
+        )
+        if os.getpid() != self._pid:
+            return StopReport()
+        if threading.current_thread().name.startswith(f"ms-exec:{self.worker_id}"):
+            self.request_stop()
+            return StopReport()
+        with self._lock:
+            state, parts = self._state, self._parts
+            if state == "new":
+                self._state = "stopped"
+                self._report = StopReport()
+                self._stopped.set()
+            elif state == "running":
+                self._state = "stopping"
+        if state == "running" and parts is not None:
+            self._stop_asked.set()
+            self._say("stopping")
+            try:
+                self._report = parts.stop(timeout_s)
+            finally:
+                with self._lock:
+                    self._state = "crashed" if self._crash else "stopped"
+                _living.discard(self)
+                self._say(self._state)
+                self._hub.close()
+                self._stopped.set()
+        elif state == "new":
+            self._hub.close()
+        self._stopped.wait(timeout_s + 1.0)
+        if self._crash is not None:
+            raise self._crash
+        return self._report or StopReport()
+
+    def request_stop(self) -> None:
+        """
+        Ask for the stop without waiting: `run_forever` then ends, and nothing more is claimed.
+
+        Without `run_forever`, somebody still has to call `stop`.
+        """
+        self._stop_asked.set()
+        parts = self._parts
+        if parts is not None:
+            parts.claimer.request_stop()
+
+    def run_forever(self) -> StopReport:
+        """
+        Start if needed, and work until SIGINT, SIGTERM, `request_stop` or a crash; then stop.
+
+        In the main thread it takes the two signals over, calls the handlers that were
+        there (but for Python's own Ctrl-C), and puts them back at the end. A second
+        signal releases what it can in one update and ends the process with 128 + signal.
+
+        Raises:
+            ComponentCrashed: If a part failed again and again; the failure is its cause.
+            RuntimeError: If the consumer was stopped before.
+        """
+        if self.state == "new":
+            self.start()
+        elif self.state != "running":
+            msg = f"this consumer is {self.state}; a consumer is started once"
+            raise RuntimeError(msg)
+        return serve(
+            asked=self._stop_asked, stop=self.stop, force=self._force, stopped=self._stopped
+        )
+
+    def run_until_idle(self, timeout: float | None = None) -> bool:
+        """
+        Start if needed, and work until no task is due for this consumer and none runs.
+
+        Blocks up to *timeout* seconds (None: for ever). Returns whether it became idle; the
+        consumer goes on running. Tasks that are due later (delayed, or waiting for a
+        retry) do not count.
+
+        Raises:
+            ComponentCrashed: If a part failed again and again.
+        """
+        deadline_s = deadline_after(timeout)
+        if self.state == "new":
+            self.start()
+        parts = self._parts
+        while parts is not None and not self._stop_asked.is_set():
+            left_s = min(_SLICE_S, deadline_s - time.monotonic())
+            if left_s <= 0:
+                return False
+            if not self._slots.wait_empty(left_s):
+                continue
+            if not self._is_quiet():
+                # What is due waits for the claimer, or an outcome for the server: a moment.
+                self._stop_asked.wait(0.005)
+                continue
+            if parts.fetcher.wait_pass(left_s) and self._is_quiet():
+                return True
+        self._raise_crash()
+        return False
+
+    def _is_quiet(self) -> bool:
+        return self._queue.count_due() == 0 and self._running.count == 0 and not self._slots.taken
+
+    # -- knowledge ---------------------------------------------------------------------------
+
+    @property
+    def worker_id(self) -> str:
+        return self._settings.worker_id
+
+    @property
+    def state(self) -> State:
+        """
+        ``new``, ``running``, ``stopping``, ``stopped``, ``crashed``; ``forked`` in a child process.
+        """
+        if os.getpid() != self._pid:
+            return "forked"
+        with self._lock:
+            return self._state
+
+    @property
+    def running(self) -> bool:
+        """
+        Whether this process runs it. False in a forked child: threads do not survive a fork.
+        """
+        return self.state == "running"
+
+    @property
+    def running_count(self) -> int:
+        """
+        How many attempts are held: running, or their outcome not stored yet.
+        """
+        return self._running.count
+
+    @property
+    def max_workers(self) -> int:
+        """
+        How many tasks may run at once. May be set at any time; 0 stops claiming.
+
+        Setting it lower ends no running task. Raises TypeError or ValueError.
+        """
+        return self._slots.size
+
+    @max_workers.setter
+    def max_workers(self, value: int) -> None:
+        self._slots.resize(check_max_workers(value))
+
+    def health(self) -> Health:
+        """
+        Return a snapshot for monitoring. Never blocks on the database.
+        """
+        return take_health(
+            state=self.state,
+            crash=self._crash,
+            services=self._parts.services if self._parts is not None else [],
+            watcher=self._parts.watcher if self._parts is not None else None,
+            slots=self._slots,
+            queue=self._queue,
+            running=self._running,
+            writer=self._parts.writer if self._parts is not None else None,
+            store=self._store,
+        )
+
+    # -- events ------------------------------------------------------------------------------
+
+    def subscribe(self, *types: type[Event], buffer: int = 10_000) -> Subscription:
+        """
+        Return a subscription to the events of this consumer, of the given classes or all.
+
+        Subscribe before the action whose events matter; nothing from then on is missed
+        as long as no more than *buffer* events are left unread.
+
+        Raises:
+            TypeError, ValueError: If an argument is wrong.
+        """
+        return self._hub.subscribe(*types, buffer=buffer)
+
+    def wait_for_event(
+        self, predicate: Callable[[Event], object], timeout: float | None = None
+    ) -> Event | None:
+        """
+        Return the first event from now on for which *predicate* is true.
+
+        Blocks up to *timeout* seconds (None: for ever). Returns None after that, and when
+        the consumer stops. To miss nothing between an action and the wait,
+        `subscribe` before the action and use `Subscription.wait_for`.
+
+        Raises:
+            TypeError, ValueError: If *timeout* is wrong. And whatever *predicate* raises.
+        """
+        with self._hub.subscribe() as subscription:
+            return subscription.wait_for(predicate, timeout)
+
+    def _say(self, state: str) -> None:
+        _log.info(
+            "the consumer changed its state",
+            extra={"event": f"consumer_{state}", "worker_id": self.worker_id},
+        )
+        self._hub.publish(ConsumerStateChanged(state=state))
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def __enter__(self) -> Consumer:
+        if self.state == "new":
+            self.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.stop()
+        except ComponentCrashed:
+            # An exception on its way out of the block is the more important one.
+            if exc is None:
+                raise
+
+    def __repr__(self) -> str:
+        return (
+            f"Consumer({self._store.full_name!r}, worker_id={self.worker_id!r}, "
+            f"state={self.state!r})"
+        )
+
+    def _on_crash(self, part: str, error: BaseException) -> None:
+        crash = ComponentCrashed(part)
+        crash.__cause__ = error
+        with self._lock:
+            if self._crash is None:
+                self._crash = crash
+        _log.critical(
+            "the consumer stops: a part failed again and again",
+            exc_info=error,
+            extra={"event": "component_crashed", "worker_id": self.worker_id, "part": part},
+        )
+        self.request_stop()
+        # Nobody may be waiting in run_forever: end by ourselves, outside the failed thread.
+        threading.Thread(
+            target=self._stop_after_crash, name=f"ms-crash:{self.worker_id}", daemon=True
+        ).start()
+
+    def _stop_after_crash(self) -> None:
+        with contextlib.suppress(ComponentCrashed):
+            self.stop()
+
+    def _raise_crash(self) -> None:
+        if self._crash is not None:
+            raise self._crash
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            msg = "this consumer belongs to the parent process; make one in this process"
+            raise RuntimeError(msg)
+
+    def _force(self, timeout_s: float) -> None:
+        """
+        Give back in one update what can be given back; at most *timeout_s* seconds.
+        """
+        parts = self._parts
+        if parts is not None:
+            parts.give_back_everything(timeout_s)
+
+    def function_of(self, name: str | None) -> Invocation | None:
+        return self._function if self._router is None else self._router.find(name)
+
+
+class _Parts:
+    """
+    The threads of a consumer and the order of their starting and stopping.
+    """
+
+    def __init__(self, consumer: Consumer) -> None:
+        settings = consumer._settings
+        router = consumer._router
+        on_crash = consumer._on_crash
+        self._consumer = consumer
+        self.store = consumer._store
+        self.running = consumer._running
+        lanes = Lanes(settings.worker_id, None if router is None else router.names)
+        candidates = Candidates(consumer._queue, lambda: self.store.clock, consumer._hub)
+        self.writer = OutcomeWriter(
+            self.store,
+            settings.worker_id,
+            consumer._hub,
+            is_idle=lambda: consumer._slots.taken == 0,
+            on_settled=self.running.settled,
+            on_failure=candidates.note_own_failure,
+            on_crash=on_crash,
+        )
+        self.heartbeats = Heartbeats(
+            self.store, settings.worker_id, on_stuck=self.running.give_up, on_crash=on_crash
+        )
+        self.executor = Executor(
+            worker_id=settings.worker_id,
+            function_of=consumer.function_of,
+            around=settings.around,
+            value_limit_bytes=settings.result_limit_bytes,
+            on_end=self.running.ended,
+        )
+        self.running.connect(self.executor, self.heartbeats, self.writer)
+        self.fetcher = Fetcher(
+            self.store,
+            lanes,
+            consumer._queue,
+            candidates,
+            poll_interval_s=settings.poll_interval_s,
+            crate_interop=settings.crate_interop,
+            on_crash=on_crash,
+        )
+        self.claimer = Claimer(
+            self.store,
+            lanes,
+            consumer._queue,
+            consumer._slots,
+            candidates,
+            consumer._hub,
+            self.writer,
+            margin_s=settings.lease_margin_s,
+            value_limit_bytes=settings.result_limit_bytes,
+            start=self.running.start,
+            on_low=self.fetcher.queue_runs_low,
+            on_main_thread_end=consumer.request_stop,
+            on_crash=on_crash,
+        )
+        self.watcher: Watcher | None = None
+        if settings.watch:
+            self.watcher = Watcher(self.store, lanes, candidates, self.fetcher, on_crash)
+        self.services: list[Service] = [self.writer, self.heartbeats, self.claimer, self.fetcher]
+        if self.watcher is not None:
+            self.services.append(self.watcher)
+
+    def start(self) -> None:
+        # Whoever hands on starts after the one that receives.
+        for service in self.services:
+            service.start()
+
+    def stop(self, timeout_s: float) -> StopReport:
+        """
+        Stop in the direction of the flow; leases are kept until the last function has ended.
+        """
+        consumer = self._consumer
+        began_s = time.monotonic()
+        deadline_s = began_s + timeout_s
+        writes_s = min(_LAST_WRITES_MOST_S, timeout_s * _LAST_WRITES_SHARE)
+        self.store.deadline_s = deadline_s
+        for service in reversed(self.services[2:]):
+            service.request_stop()
+        # A claim whose answer is under way is given back by the claimer itself.
+        self.claimer.join(min(1.0, max(0.0, deadline_s - writes_s - time.monotonic())))
+        self._wait_for_functions(began_s, deadline_s - writes_s, timeout_s)
+        abandoned = self.running.abandon()
+        self.writer.drain(max(0.0, deadline_s - time.monotonic()))
+        for service in (self.heartbeats, self.writer):
+            service.request_stop()
+        self.executor.close()
+        # Half a second more for threads to notice; calls keep to their own time-outs.
+        last_s = max(deadline_s, time.monotonic()) + 0.5
+        for service in self.services:
+            service.join(last_s - time.monotonic())
+        threads = [] if abandoned else self.executor.join_threads(last_s - time.monotonic())
+        finished, released = self.running.stop_report()
+        left = [attempt.key for attempt in abandoned]
+        unstored = [key for key in self.writer.unstored() if key not in left]
+        report = StopReport(
+            finished=tuple(finished),
+            released=tuple(key for key in released if key not in unstored),
+            abandoned=tuple(left),
+            unstored=tuple(unstored),
+            threads=tuple(
+                [s.thread_name for s in self.services if s.alive]
+                + [t for t in self.heartbeats.living_threads() if "_" in t.rsplit(":", 1)[-1]]
+                + (threads or self.executor.join_threads(0.0))
+            ),
+        )
+        if report.abandoned or report.unstored:
+            _log.warning(
+                "the stop ran out of time",
+                extra={
+                    "event": "stop_incomplete",
+                    "worker_id": consumer.worker_id,
+                    "abandoned": list(report.abandoned),
+                    "unstored": list(report.unstored),
+                },
+            )
+        return report
+
+    def _wait_for_functions(self, began_s: float, until_s: float, timeout_s: float) -> None:
+        ask_at_s = min(began_s + timeout_s * _ASK_AFTER_SHARE, until_s)
+        asked = False
+        while (now_s := time.monotonic()) < until_s:
+            if not asked and now_s >= ask_at_s:
+                asked = True
+                self.running.tell_all("shutdown")
+            next_s = until_s if asked else ask_at_s
+            if self._consumer._slots.wait_empty(min(_SLICE_S, max(0.0, next_s - now_s))):
+                return
+        self.running.tell_all("shutdown")
+
+    def give_back_everything(self, timeout_s: float) -> None:
+        self.store.deadline_s = time.monotonic() + timeout_s
+        self.claimer.request_stop()
+        self.running.abandon()
+        self.writer.drain(timeout_s)
+
+
+def _stop_all() -> None:
+    """
+    At interpreter exit: an orderly stop of whatever still runs in this process.
+    """
+    for consumer in list(_living):
+        with contextlib.suppress(ComponentCrashed):
+            consumer.stop()
+
+
+atexit.register(_stop_all)

@@ -1,0 +1,283 @@
+"""
+What a consumer tells its own process: event classes and subscriptions.
+
+`WaitOccupy`, `WaitOccupyQueueEmpty`, `TaskOccupyResult`, `TaskExecuteResult` and
+`MarkSuccess` mean what they mean in the Rust crate; the others are ours. An event
+about a write is sent after the write is durable.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime as dt
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Final, Literal
+
+import attrs
+
+#: Waits are cut into slices, so that Ctrl-C is seen on every system, and no wait overflows.
+_SLICE_S: Final = 1.0
+
+
+@attrs.frozen(kw_only=True)
+class Event:
+    """
+    Base of all events. *key* is the task's, or None where there is none.
+    """
+
+    key: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class WaitOccupy(Event):
+    """
+    A task was found; a claim is to be tried at *next_occupy_time* (aware, server clock).
+    """
+
+    key: str
+    next_occupy_time: dt.datetime
+
+
+@attrs.frozen(kw_only=True)
+class WaitOccupyQueueEmpty(Event):
+    """
+    No task waits in the local queue.
+    """
+
+
+@attrs.frozen(kw_only=True)
+class TaskOccupyResult(Event):
+    """
+    A claim was won (*success*), or is not decided yet for want of the database.
+
+    Not sent for lost races.
+    """
+
+    key: str
+    success: bool
+
+
+@attrs.frozen(kw_only=True)
+class TaskExecuteResult(Event):
+    """
+    An attempt has ended and its outcome is stored. Not sent after a lost lease or a release.
+    """
+
+    key: str
+    success: bool
+
+
+@attrs.frozen(kw_only=True)
+class MarkSuccess(Event):
+    """
+    The success of a task is stored. Comes before its `TaskExecuteResult`.
+    """
+
+    key: str
+
+
+@attrs.frozen(kw_only=True)
+class AttemptLost(Event):
+    """
+    The outcome of an attempt was refused: another worker has taken the task over.
+    """
+
+    key: str
+    running_id: str
+
+
+@attrs.frozen(kw_only=True)
+class AttemptReleased(Event):
+    """
+    An attempt was given back without using one up; *why* says for what reason.
+    """
+
+    key: str
+    running_id: str
+    why: Literal["shutdown", "snoozed", "lease_lost", "cancel_requested", "options_changed", "late"]
+
+
+@attrs.frozen(kw_only=True)
+class TaskSetAside(Event):
+    """
+    A document cannot be handled, and is left alone for a while; *reason* says why.
+    """
+
+    reason: str
+
+
+@attrs.frozen(kw_only=True)
+class ConsumerStateChanged(Event):
+    """
+    The consumer itself: starting, running, stopping, stopped or crashed.
+    """
+
+    state: str
+
+
+class Subscription:
+    """
+    Events from the moment of its making, in order: iterate, or `get` one by one.
+
+    Holds at most *buffer* events that were not read; older ones are dropped and
+    counted in `dropped`. One reader at a time. Use as a context manager.
+    """
+
+    def __init__(self, hub: EventHub, types: tuple[type[Event], ...], buffer: int) -> None:
+        self._hub = hub
+        self._types = types
+        self._arrived = threading.Event()
+        self._lock = threading.Lock()
+        # Under _lock.
+        self._events: collections.deque[Event] = collections.deque(maxlen=buffer)
+        self._dropped = 0
+        self._closed = False
+
+    @property
+    def dropped(self) -> int:
+        """
+        How many events were lost because they were not read in time.
+        """
+        with self._lock:
+            return self._dropped
+
+    def get(self, timeout: float | None = None) -> Event | None:
+        """
+        Return the next event, waiting up to *timeout* seconds (None: for ever), else None.
+
+        None also means that the consumer has stopped and no event is left.
+        """
+        deadline_s = deadline_after(timeout)
+        while True:
+            with self._lock:
+                if self._events:
+                    return self._events.popleft()
+                if self._closed:
+                    return None
+                self._arrived.clear()
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            self._arrived.wait(min(left_s, _SLICE_S))
+
+    def wait_for(
+        self, predicate: Callable[[Event], object], timeout: float | None = None
+    ) -> Event | None:
+        """
+        Return the next event for which *predicate* is true, dropping those before it, else None.
+
+        *predicate* runs in the calling thread; what it raises comes out here.
+        """
+        deadline_s = deadline_after(timeout)
+        while True:
+            event = self.get(max(0.0, deadline_s - time.monotonic()))
+            if event is None or predicate(event):
+                return event
+
+    def __iter__(self) -> Iterator[Event]:
+        while (event := self.get()) is not None:
+            yield event
+
+    def close(self) -> None:
+        """
+        End the subscription; events already here can still be read.
+        """
+        self._hub.remove(self)
+        self.end()
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- called by the hub -------------------------------------------------------------------
+
+    def offer(self, event: Event) -> None:
+        if self._types and not isinstance(event, self._types):
+            return
+        with self._lock:
+            if self._closed:
+                return
+            if len(self._events) == self._events.maxlen:
+                self._dropped += 1
+            self._events.append(event)
+        self._arrived.set()
+
+    def end(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._arrived.set()
+
+
+class EventHub:
+    """
+    Hands every event to every subscription. Publishing never blocks and never raises.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Under _lock; replaced, never changed, so that publishing reads it without.
+        self._subscriptions: tuple[Subscription, ...] = ()
+        self._closed = False
+
+    def subscribe(self, *types: type[Event], buffer: int = 10_000) -> Subscription:
+        for one in types:
+            if not (isinstance(one, type) and issubclass(one, Event)):
+                msg = f"an event class is needed, got {one!r}"
+                raise TypeError(msg)
+        if isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1:
+            msg = f"buffer must be a whole number above 0, got {buffer!r}"
+            raise ValueError(msg)
+        subscription = Subscription(self, types, buffer)
+        with self._lock:
+            if self._closed:
+                subscription.end()
+            else:
+                self._subscriptions = (*self._subscriptions, subscription)
+        return subscription
+
+    def remove(self, subscription: Subscription) -> None:
+        with self._lock:
+            self._subscriptions = tuple(s for s in self._subscriptions if s is not subscription)
+
+    @property
+    def has_listeners(self) -> bool:
+        return bool(self._subscriptions)
+
+    def publish(self, event: Event) -> None:
+        for subscription in self._subscriptions:
+            subscription.offer(event)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            subscriptions, self._subscriptions = self._subscriptions, ()
+        for subscription in subscriptions:
+            subscription.end()
+
+
+def deadline_after(timeout: float | None) -> float:
+    """
+    Return the monotonic time *timeout* seconds from now; None is for ever.
+
+    Raises:
+        TypeError, ValueError: If *timeout* is not a number of seconds of at least 0.
+    """
+    if timeout is None:
+        return float("inf")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        msg = f"timeout must be a number of seconds or None, got {timeout!r}"
+        raise TypeError(msg)
+    if not timeout >= 0:
+        msg = f"timeout must be at least 0 seconds, got {timeout!r}"
+        raise ValueError(msg)
+    return time.monotonic() + timeout

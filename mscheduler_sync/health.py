@@ -1,0 +1,138 @@
+"""
+What a consumer tells about itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import attrs
+
+from mscheduler_sync._runtime.delay_queue import DelayQueue
+from mscheduler_sync._runtime.service import PartHealth, Service
+from mscheduler_sync._runtime.slots import Slots
+from mscheduler_sync._stages.outcome import OutcomeWriter
+from mscheduler_sync._stages.running import RunningAttempts
+from mscheduler_sync._stages.watcher import Watcher
+from mscheduler_sync._storage.store import TaskStore
+
+State = Literal["new", "running", "stopping", "stopped", "crashed", "forked"]
+
+
+@attrs.frozen
+class StopReport:
+    """
+    What a stop did with the attempts that it found. Keys of tasks.
+    """
+
+    #: Functions ended during the stop; their outcomes are stored.
+    finished: tuple[str, ...] = ()
+    #: Given back unused; other workers may claim them at once.
+    released: tuple[str, ...] = ()
+    #: Functions that still run; their tasks run again once the lease ends.
+    abandoned: tuple[str, ...] = ()
+    #: Outcomes that could not be stored in time; these tasks too run again.
+    unstored: tuple[str, ...] = ()
+    #: Threads that are still alive: abandoned functions, calls inside their own time-out.
+    threads: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class PartReport:
+    """
+    The state of one background part.
+    """
+
+    alive: bool
+    last_error: str | None
+    #: Seconds since `last_error`, or None.
+    last_error_age: float | None
+    failures_in_a_row: int
+
+
+@attrs.frozen
+class Health:
+    """
+    A snapshot of one consumer. Ages are in seconds; None means never.
+    """
+
+    state: State
+    #: How tasks are found: by the change stream, or by polling alone.
+    discovery: Literal["stream", "poll"]
+    slots: int
+    slots_taken: int
+    running: int
+    #: Age of the oldest running attempt.
+    oldest_attempt_age: float | None
+    #: Tasks whose functions run on after their time-out.
+    stuck: tuple[str, ...]
+    #: Found tasks in memory, and how many of them are due.
+    queue_length: int
+    queue_due: int
+    #: Outcomes that are not stored yet.
+    outcomes_waiting: int
+    last_event_age: float | None
+    stream_age: float | None
+    #: Server time minus the monotonic clock, or None before the first contact.
+    clock_offset: float | None
+    parts: Mapping[str, PartReport]
+    #: Why the consumer has crashed, or None.
+    crash: str | None
+
+    @property
+    def ok(self) -> bool:
+        """
+        Whether it runs, every thread lives, and no part is in trouble right now.
+        """
+        return self.state == "running" and all(
+            part.alive and part.failures_in_a_row == 0 for part in self.parts.values()
+        )
+
+
+def take_health(
+    *,
+    state: State,
+    crash: BaseException | None,
+    services: Sequence[Service],
+    watcher: Watcher | None,
+    slots: Slots,
+    queue: DelayQueue,
+    running: RunningAttempts,
+    writer: OutcomeWriter | None,
+    store: TaskStore,
+) -> Health:
+    now_s = time.monotonic()
+
+    def age(at_s: float | None) -> float | None:
+        return None if at_s is None else now_s - at_s
+
+    def report(service: Service) -> PartReport:
+        health: PartHealth = service.health
+        return PartReport(
+            alive=service.alive,
+            last_error=health.last_error,
+            last_error_age=age(health.last_error_at_s),
+            failures_in_a_row=health.failures_in_a_row,
+        )
+
+    return Health(
+        state=state,
+        discovery="stream" if watcher is not None and watcher.is_open else "poll",
+        slots=slots.size,
+        slots_taken=slots.taken,
+        running=running.count,
+        oldest_attempt_age=running.oldest_age_s(),
+        stuck=tuple(running.stuck_keys()),
+        queue_length=len(queue),
+        queue_due=queue.count_due(),
+        outcomes_waiting=writer.backlog if writer is not None else 0,
+        last_event_age=age(watcher.last_event_at_s) if watcher is not None else None,
+        stream_age=age(watcher.last_opened_at_s)
+        if watcher is not None and watcher.is_open
+        else None,
+        clock_offset=store.clock.offset_s,
+        parts={service.part: report(service) for service in services},
+        crash=None if crash is None else f"{crash} ({crash.__cause__!r})"[:500],
+    )

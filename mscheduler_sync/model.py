@@ -1,0 +1,362 @@
+"""
+A task as the application sees it, read tolerantly from its document.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NoReturn
+
+import attrs
+from bson.codec_options import CodecOptions
+from bson.errors import BSONError
+from bson.raw_bson import RawBSONDocument
+
+from mscheduler_sync._storage import codec
+from mscheduler_sync._storage.expressions import (
+    CANCELLED,
+    EPOCH,
+    FAILED,
+    NEVER,
+    RUNNING,
+    SUCCEEDED,
+    TERMINAL,
+    WAITING,
+    WORKER_SCOPE_CAP,
+)
+from mscheduler_sync.errors import InvalidTask
+
+Status = Literal["waiting", "running", "succeeded", "failed", "cancelled"]
+STATUSES: Final[tuple[Status, ...]] = ("waiting", "running", "succeeded", "failed", "cancelled")
+
+
+@attrs.frozen
+class Attempt:
+    """
+    One run of a task by one worker. Times are aware, in UTC, on the server's clock.
+    """
+
+    running_id: str | None
+    worker_id: str
+    #: When the lease ends or ended (the crate's ``ping_expire_time``).
+    lease_end: dt.datetime | None
+    claimed_at: dt.datetime | None
+    succeeded_at: dt.datetime | None
+    failed_at: dt.datetime | None
+    fail_reason: str | None
+    #: From when the task may be tried again after this failure.
+    retry_at: dt.datetime | None
+    #: The function asked to fail the task for good.
+    final: bool = False
+    #: A stop left this attempt behind.
+    interrupted: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """
+        No outcome stands. Whether its lease has lapsed is for the reader to compare.
+        """
+        return self.succeeded_at is None and self.failed_at is None
+
+
+@attrs.frozen
+class TaskOptions:
+    """
+    The stored options of a task. Durations are in seconds.
+    """
+
+    priority: int
+    concurrency: int
+    lease: float
+    heartbeat: float
+    worker_ids: tuple[str, ...]
+    max_attempts: int
+    retry_delay: float
+    retry_backoff: float
+    retry_max_delay: float | None
+    retry_jitter: float
+    retry_scope: Literal["task", "worker"]
+    timeout: float | None
+    keep_finished: float | None
+
+
+@attrs.frozen
+class Task:
+    """
+    One task. Times are aware, in UTC, on the server's clock.
+    """
+
+    key: str
+    name: str | None
+    params: Any
+    status: Status
+    created_at: dt.datetime
+    #: Not to run before this.
+    start_at: dt.datetime
+    #: From when a worker may claim it; 9999-12-31 once it has ended.
+    due_at: dt.datetime
+    finished_at: dt.datetime | None
+    cancel_requested: bool
+    options: TaskOptions
+    attempts: tuple[Attempt, ...]
+    #: Attempts that are not in `attempts` any more: released, snoozed, and, from before the
+    #: task was armed again, failed and succeeded.
+    counters: Mapping[str, int]
+    tags: tuple[str, ...]
+    progress: Any
+
+    @property
+    def is_finished(self) -> bool:
+        """
+        Whether the task has ended: succeeded, failed or cancelled.
+        """
+        return self.status in TERMINAL
+
+    @property
+    def failures(self) -> int:
+        """
+        Failed attempts since the task was last armed.
+        """
+        return sum(1 for attempt in self.attempts if _is_failed(attempt))
+
+
+def _is_failed(attempt: Attempt) -> bool:
+    return attempt.failed_at is not None and attempt.succeeded_at is None
+
+
+class _Reader:
+    """
+    Takes typed fields out of a document and names the path of what is wrong.
+    """
+
+    def __init__(self, document: Mapping[str, Any], key: object) -> None:
+        self._document = document
+        self._key = key
+
+    def refuse(self, path: str, problem: str) -> NoReturn:
+        raise InvalidTask(self._key, path, problem)
+
+    def at(self, path: str) -> Any:
+        value: Any = self._document
+        for name in path.split("."):
+            if not isinstance(value, Mapping):
+                return None
+            value = value.get(name)
+        return value
+
+    def text(self, path: str) -> str:
+        value = self.at(path)
+        if not isinstance(value, str):
+            self.refuse(path, f"must be a string, is {_kind(value)}")
+        return value
+
+    def date(self, path: str) -> dt.datetime:
+        value = self.at(path)
+        if not isinstance(value, dt.datetime):
+            self.refuse(path, f"must be a date, is {_kind(value)}")
+        return value
+
+    def whole(self, path: str, low: int, high: int) -> int:
+        value = self.at(path)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            self.refuse(path, f"must be a number, is {_kind(value)}")
+        if not math.isfinite(value) or int(value) != value or not low <= value <= high:
+            self.refuse(path, f"must be a whole number from {low} to {high}, is {value!r}")
+        return int(value)
+
+    def fact(self, path: str, default: float, low: float, high: float) -> float:
+        """
+        A number of ours; whatever else stands there counts as *default*.
+        """
+        value = self.at(path)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return default
+        return float(value) if low <= value <= high else default
+
+
+def _kind(value: object) -> str:
+    return "missing or null" if value is None else f"of type {type(value).__name__}"
+
+
+#: The path of a fault of the document as a whole.
+DOCUMENT: Final = "document"
+_FAR_MS: Final = 100 * 366 * 86_400_000
+_OPTION = "task_option."
+
+
+def read_task(document: RawBSONDocument, options: CodecOptions[Any]) -> Task:
+    """
+    Decode *document*; params with the application's codec *options*, the rest with our own.
+
+    Raises:
+        InvalidTask: If a field that matters is missing or of the wrong kind.
+    """
+    fields = decode_fields(document)
+    key = fields.get("key")
+    attempts = read_attempts(fields)
+    status, due_at = derive(fields, attempts)
+    reader = _Reader(fields, key)
+    try:
+        params = codec.thaw(document, "params", options)
+        progress = codec.thaw(document, "progress", options)
+    except (BSONError, ValueError, OverflowError, UnicodeDecodeError) as error:
+        raise InvalidTask(key, "params", f"cannot be decoded: {error}") from error
+    finished_at = fields.get("finished_at")
+    counters = fields.get("counters")
+    name = fields.get("name")
+    tags = fields.get("tags")
+    return Task(
+        key=reader.text("key"),
+        name=name if isinstance(name, str) else None,
+        params=params,
+        status=status,
+        created_at=reader.date("task_state.create_time"),
+        start_at=reader.date("task_state.start_time"),
+        due_at=due_at,
+        finished_at=finished_at if isinstance(finished_at, dt.datetime) else None,
+        cancel_requested=reader.at("cancel.time") is not None,
+        options=read_options(fields),
+        attempts=attempts,
+        counters={
+            name: value
+            for name, value in (counters if isinstance(counters, Mapping) else {}).items()
+            if isinstance(value, int)
+        },
+        tags=tuple(tag for tag in (tags if isinstance(tags, list) else []) if isinstance(tag, str)),
+        progress=progress,
+    )
+
+
+def decode_fields(document: RawBSONDocument) -> dict[str, Any]:
+    """
+    Decode all of *document* with the library's own codec.
+
+    Raises:
+        InvalidTask: If the bytes are not a readable document.
+    """
+    try:
+        return codec.envelope(document)
+    except (BSONError, ValueError, OverflowError) as error:
+        problem = f"cannot be decoded: {error}"
+        raise InvalidTask(None, DOCUMENT, problem) from error
+
+
+def read_options(fields: Mapping[str, Any]) -> TaskOptions:
+    """
+    Raises:
+        InvalidTask: If an option is missing or of the wrong kind.
+    """
+    reader = _Reader(fields, fields.get("key"))
+    worker_ids = reader.at(_OPTION + "specific_worker_ids")
+    if worker_ids is None:
+        worker_ids = []
+    if not isinstance(worker_ids, list) or not all(isinstance(i, str) for i in worker_ids):
+        reader.refuse(_OPTION + "specific_worker_ids", "must be an array of strings")
+    backoff = reader.fact("retry.backoff", 1.0, 1.0, 1000.0)
+    max_delay_ms = reader.fact("retry.max_delay_ms", -1.0, 0.0, _FAR_MS)
+    timeout_ms = reader.fact("timeout_ms", -1.0, 1.0, _FAR_MS)
+    keep_ms = reader.fact("keep_ms", -1.0, 0.0, _FAR_MS)
+    return TaskOptions(
+        priority=reader.whole(_OPTION + "priority", -(2**31), 2**32),
+        concurrency=reader.whole(_OPTION + "concurrent_worker_cnt", 1, 1_000_000),
+        lease=reader.whole(_OPTION + "worker_timeout_ms", 1, _FAR_MS) / 1000,
+        heartbeat=reader.whole(_OPTION + "ping_interval_ms", 0, _FAR_MS) / 1000,
+        worker_ids=tuple(worker_ids),
+        max_attempts=reader.whole(_OPTION + "max_unexpected_retries", 0, 2**32),
+        retry_delay=reader.whole(_OPTION + "unexpected_retry_delay_ms", 0, _FAR_MS) / 1000,
+        retry_backoff=backoff,
+        retry_max_delay=None if max_delay_ms < 0 else max_delay_ms / 1000,
+        retry_jitter=reader.fact("retry.jitter", 0.0, 0.0, 1.0),
+        retry_scope="worker" if reader.at("retry.scope") == "worker" else "task",
+        timeout=None if timeout_ms < 0 else timeout_ms / 1000,
+        keep_finished=None if keep_ms < 0 else keep_ms / 1000,
+    )
+
+
+def read_attempts(fields: Mapping[str, Any]) -> tuple[Attempt, ...]:
+    """
+    Raises:
+        InvalidTask: If the attempts are not an array of attempts.
+    """
+    reader = _Reader(fields, fields.get("key"))
+    elements = reader.at("task_state.worker_states")
+    path = "task_state.worker_states"
+    if not isinstance(elements, list):
+        reader.refuse(path, f"must be an array, is {_kind(elements)}")
+    attempts = []
+    for number, element in enumerate(elements):
+        if not isinstance(element, Mapping):
+            reader.refuse(f"{path}.{number}", f"must be an object, is {_kind(element)}")
+        inner = _Reader(element, fields.get("key"))
+        worker_id = inner.at("worker_id")
+        if not isinstance(worker_id, str):
+            problem = f"must be a string, is {_kind(worker_id)}"
+            reader.refuse(f"{path}.{number}.worker_id", problem)
+        times = {}
+        for name in ("ping_expire_time", "success_time", "fail_time", "claim_time", "retry_time"):
+            value = inner.at(name)
+            if value is not None and not isinstance(value, dt.datetime):
+                problem = f"must be a date, is {_kind(value)}"
+                reader.refuse(f"{path}.{number}.{name}", problem)
+            times[name] = value
+        reason = inner.at("fail_reason")
+        running_id = inner.at("running_id")
+        attempts.append(
+            Attempt(
+                running_id=running_id if isinstance(running_id, str) else None,
+                worker_id=worker_id,
+                lease_end=times["ping_expire_time"],
+                claimed_at=times["claim_time"],
+                succeeded_at=times["success_time"],
+                failed_at=times["fail_time"],
+                fail_reason=reason if isinstance(reason, str) else None,
+                retry_at=times["retry_time"],
+                final=inner.at("final") is True,
+                interrupted=inner.at("interrupted") is True,
+            )
+        )
+    return tuple(attempts)
+
+
+def derive(fields: Mapping[str, Any], attempts: tuple[Attempt, ...]) -> tuple[Status, dt.datetime]:
+    """
+    Compute status and due time from the truth in the document.
+
+    The same rules as `_storage.expressions.derive`, for documents whose derived
+    fields another program has left stale.
+
+    Raises:
+        InvalidTask: If an option or the start time is missing or of the wrong kind.
+    """
+    options = read_options(fields)
+    start_at = _Reader(fields, fields.get("key")).date("task_state.start_time")
+    cancel = fields.get("cancel")
+    is_cancelled = isinstance(cancel, Mapping) and cancel.get("time") is not None
+    succeeded = sum(1 for attempt in attempts if attempt.succeeded_at is not None)
+    failed = [attempt for attempt in attempts if _is_failed(attempt)]
+    running = [attempt for attempt in attempts if attempt.is_open]
+    budget = WORKER_SCOPE_CAP if options.retry_scope == "worker" else options.max_attempts
+    is_spent = len(failed) >= budget or any(attempt.final for attempt in failed)
+
+    status: Status
+    if succeeded >= options.concurrency:
+        status = SUCCEEDED
+    elif running:
+        status = RUNNING
+    elif is_cancelled:
+        status = CANCELLED
+    elif is_spent:
+        status = FAILED
+    else:
+        status = WAITING
+    if status in TERMINAL:
+        return status, NEVER
+
+    lease_ends = [attempt.lease_end for attempt in running if attempt.lease_end is not None]
+    if is_cancelled or is_spent or succeeded + len(running) >= options.concurrency:
+        return status, min(lease_ends, default=EPOCH)
+    retry_delay = dt.timedelta(seconds=options.retry_delay)
+    retries = [a.retry_at or a.failed_at + retry_delay for a in failed if a.failed_at is not None]
+    return status, min([max([start_at, *retries]), *lease_ends])

@@ -1,0 +1,620 @@
+"""
+The producer: sends tasks, asks after them, changes and cancels them.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import attrs
+from bson.raw_bson import RawBSONDocument
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+
+from mscheduler_sync import model
+from mscheduler_sync._storage import codec, statements
+from mscheduler_sync._storage import expressions as x
+from mscheduler_sync._storage.sending import OPTION_NAMES, IfExists, IfRunning, SendOptions
+from mscheduler_sync._storage.store import TaskStore
+from mscheduler_sync.errors import (
+    InvalidTask,
+    StoreUnavailable,
+    TaskCancelled,
+    TaskExists,
+    TaskFailed,
+    TaskNotFound,
+    TaskRunning,
+)
+from mscheduler_sync.events import deadline_after
+from mscheduler_sync.model import STATUSES, Status, Task
+from mscheduler_sync.settings import Duration, choice, seconds, text, whole
+
+#: `result` asks again after this long, growing, in seconds.
+_FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
+#: Documents of one bulk insert, and keys of one query.
+_INSERT_CHUNK, _KEY_CHUNK = 500, 100
+_MANY_RETRIES: Final = 5
+
+
+@attrs.frozen
+class SendResult:
+    """
+    What a send has done.
+    """
+
+    key: str
+    #: A new task was made.
+    inserted: bool
+    #: An existing document was changed.
+    updated: bool
+    #: The task's status after the send.
+    status: Status
+    #: Only in `send_many`: why this item was not sent, or None.
+    error: Exception | None = None
+
+
+class Producer:
+    """
+    Sends tasks to one collection. Thread-safe; may live at module level; survives a fork.
+
+    Does no I/O when made; the indexes are created at the first send, once per process.
+    Every call blocks for at most 10 seconds per round trip and then raises
+    `StoreUnavailable`; a send that raised it may be repeated with the same key.
+
+    Raises:
+        TypeError: If *collection* is not a pymongo collection.
+    """
+
+    def __init__(self, collection: Collection[Any]) -> None:
+        if not isinstance(collection, Collection):
+            msg = f"collection must be a pymongo Collection, got {collection!r:.200}"
+            raise TypeError(msg)
+        self._store = TaskStore(collection)
+        self._pid = os.getpid()
+        self._ready_lock = threading.Lock()
+
+    # -- sending -----------------------------------------------------------------------------
+
+    def send(
+        self,
+        key: str | None,
+        params: Any = None,
+        *,
+        run_at: dt.datetime | None = None,
+        delay: Duration | None = None,
+        priority: int = 0,
+        concurrency: int = 1,
+        max_attempts: int = 3,
+        retry_delay: Duration = 10,
+        retry_backoff: float = 1.0,
+        retry_max_delay: Duration | None = None,
+        retry_jitter: float = 0.0,
+        retry_scope: Literal["task", "worker"] = "task",
+        lease: Duration = 60,
+        heartbeat: Duration = 20,
+        timeout: Duration | None = None,
+        keep_finished: Duration | None = None,
+        worker_ids: Sequence[str] = (),
+        name: str | None = None,
+        tags: Sequence[str] = (),
+        if_exists: IfExists = "keep",
+        if_running: IfRunning = "apply",
+        clean_success: bool = False,
+        clean_failed: bool = False,
+        session: ClientSession | None = None,
+    ) -> SendResult:
+        """
+        Make sure that there is a task under *key*. Durations are seconds or timedelta.
+
+        The key is the identity: sending it again makes no second task. *key* None makes a
+        unique one. Once this returns, the task is stored by a majority and will be
+        found. Sending concurrently from anywhere is fine: one inserts, all succeed.
+
+        Arguments:
+            params: What the function gets; see docs/producer.md for the types.
+            run_at, delay: Not to run before; an aware datetime, or from now on the server's clock.
+            priority: 0 to 2**31-1, higher first among the tasks a consumer holds.
+            concurrency: How many workers are to run it, each once; 1 to 100.
+            max_attempts: Failed attempts (errors, time-outs, lost leases) until it fails; 1 to 100.
+            retry_delay, retry_backoff, retry_max_delay, retry_jitter: The pause after a failure,
+                its growth factor, its cap, and the share added or taken at random (0 to 1).
+            retry_scope: "worker" counts the attempts of each worker id apart, as the crate does.
+            lease, heartbeat: How long an attempt is trusted without a sign of life, and how
+                often it gives one; at most half the lease.
+            timeout: How long one attempt may take.
+            keep_finished: How long the document stays after its end; None keeps it.
+            worker_ids: Only these workers may run it.
+            name: For consumers with a `Router`.
+            if_exists: "keep" changes nothing but an explicit time; "update" replaces params,
+                time and options (a running attempt goes on); "rerun" also arms a finished
+                task again; "raise" raises `TaskExists`.
+            if_running: "raise" raises `TaskRunning` instead of changing a task that runs.
+            clean_success, clean_failed: Forget successful or failed attempts of an existing task.
+            session: Take part in the caller's transaction; nothing is retried or hidden then.
+
+        Raises:
+            TypeError, ValueError: If an argument is wrong: its name, its value and the rule.
+            TaskExists, TaskRunning: As asked for.
+            InvalidTask: If the key belongs to a document that is not a readable task.
+            StoreUnavailable, StoreRejected: The database did not, or would not, do it.
+        """
+        options = SendOptions.checked(
+            run_at=run_at,
+            delay=delay,
+            priority=priority,
+            concurrency=concurrency,
+            max_attempts=max_attempts,
+            retry_delay=retry_delay,
+            retry_backoff=retry_backoff,
+            retry_max_delay=retry_max_delay,
+            retry_jitter=retry_jitter,
+            retry_scope=retry_scope,
+            lease=lease,
+            heartbeat=heartbeat,
+            timeout=timeout,
+            keep_finished=keep_finished,
+            worker_ids=worker_ids,
+            name=name,
+            tags=tags,
+            if_exists=if_exists,
+            if_running=if_running,
+            clean_success=clean_success,
+            clean_failed=clean_failed,
+        )
+        key = _checked_key(key)
+        frozen = self._frozen(params)
+        self._ready(in_transaction=session is not None)
+        document = options.document(key, frozen, self._store.clock.now())
+        if session is not None:
+            inserted, _ = self._store.upsert(document, session=session)
+        else:
+            inserted = self._insert(document)
+        if inserted:
+            return SendResult(key, inserted=True, updated=False, status="waiting")
+        return self._send_to_existing(key, frozen, options, session)
+
+    def send_many(
+        self,
+        items: Iterable[tuple[str | None, Any] | tuple[str | None, Any, Mapping[str, Any]]],
+        **options: Any,
+    ) -> list[SendResult]:
+        """
+        Send many tasks, in few round trips: ``(key, params)`` or ``(key, params, options)`` each.
+
+        *options* are those of `send` (without ``session``) and count for all items; an item's
+        own come on top. Returns one result per item, in order; an item that could not
+        be sent has its `error` set and does not stop the others. A key that comes twice
+        is sent in order.
+
+        Raises:
+            TypeError, ValueError: If the common *options* are wrong; nothing was sent.
+            StoreUnavailable, StoreRejected: The database did not, or would not, do it; sending
+                the same items again is safe.
+        """
+        common = SendOptions.checked(**_known_options(options))
+        prepared: list[tuple[str, object, SendOptions] | SendResult] = []
+        for item in items:
+            try:
+                prepared.append(self._prepared(item, common, options))
+            except (TypeError, ValueError) as error:
+                key = item[0] if isinstance(item, (tuple, list)) and item else None
+                shown = key if isinstance(key, str) else repr(key)[:200]
+                prepared.append(SendResult(shown, False, False, "waiting", error))
+        self._ready()
+        results: list[SendResult | None] = [
+            one if isinstance(one, SendResult) else None for one in prepared
+        ]
+        waiting = [(n, one) for n, one in enumerate(prepared) if not isinstance(one, SendResult)]
+        for start in range(0, len(waiting), _INSERT_CHUNK):
+            self._send_chunk(waiting[start : start + _INSERT_CHUNK], results)
+        return [result for result in results if result is not None]
+
+    def _prepared(
+        self, item: object, common: SendOptions, options: Mapping[str, Any]
+    ) -> tuple[str, object, SendOptions]:
+        if not isinstance(item, (tuple, list)) or len(item) not in {2, 3}:
+            msg = f"an item must be (key, params) or (key, params, options), got {item!r:.200}"
+            raise TypeError(msg)
+        own = common
+        if len(item) == 3:  # noqa: PLR2004
+            if not isinstance(item[2], Mapping):
+                msg = f"the options of an item must be a mapping, got {item[2]!r:.200}"
+                raise TypeError(msg)
+            own = SendOptions.checked(**_known_options({**options, **item[2]}))
+        return _checked_key(item[0]), self._frozen(item[1]), own
+
+    def _send_chunk(
+        self,
+        chunk: Sequence[tuple[int, tuple[str, object, SendOptions]]],
+        results: list[SendResult | None],
+    ) -> None:
+        now = self._store.clock.now()
+        documents = [options.document(key, params, now) for _, (key, params, options) in chunk]
+        inserted, errors = self._insert_many(documents)
+        for position, (number, (key, params, options)) in enumerate(chunk):
+            if position in errors:
+                error = ValueError(f"the server refused the task {key!r}: {errors[position]}")
+                results[number] = SendResult(key, False, False, "waiting", error)
+            elif inserted[position]:
+                results[number] = SendResult(key, inserted=True, updated=False, status="waiting")
+            else:
+                try:
+                    results[number] = self._send_to_existing(key, params, options, None)
+                except (TaskExists, TaskRunning, InvalidTask) as error:
+                    results[number] = SendResult(key, False, False, "waiting", error)
+
+    def _insert_many(
+        self, documents: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[bool], Mapping[int, str]]:
+        for _ in range(_MANY_RETRIES):
+            try:
+                return self._store.insert_many(documents)
+            except StoreUnavailable:
+                # The same documents again: the _id says which of them were stored.
+                continue
+        return self._store.insert_many(documents)
+
+    def _insert(self, document: Mapping[str, Any]) -> bool:
+        try:
+            return self._store.insert(document)
+        except StoreUnavailable:
+            # Perhaps only the reply was lost. The same document again settles it.
+            return self._store.insert(document)
+
+    def _send_to_existing(
+        self, key: str, params: object, options: SendOptions, session: ClientSession | None
+    ) -> SendResult:
+        if options.if_exists == "raise":
+            raise TaskExists(key)
+        keeps = options.if_exists == "keep"
+        cleans = options.clean_success or options.clean_failed
+        guarded = options.if_running == "raise"
+        if keeps and not options.wants_time and not cleans and not guarded:
+            document = self._store.find_task(key, _STATUS_FIELDS, session=session)
+            if document is None:
+                # Deleted in between: then this send makes it anew.
+                return self._send_again(key, params, options, session)
+            return SendResult(key, False, False, _status(document))
+        send_id = uuid.uuid4().hex
+        wants_start = options.wants_time or options.if_exists == "rerun"
+        statement = statements.resend(
+            key,
+            send_id,
+            start_time=options.start_time(self._store.clock.now()) if wants_start else None,
+            replace=None if keeps else options.replacement(params),
+            rerun=options.if_exists == "rerun",
+            only_if_idle=guarded,
+            clean_success=options.clean_success,
+            clean_failed=options.clean_failed,
+        )
+        changed = self._applied(statement, session)
+        document = self._store.find_task(key, _STATUS_FIELDS, session=session)
+        if document is None:
+            return self._send_again(key, params, options, session)
+        if document.get("send_id") != send_id:
+            status = _status(document)
+            if guarded and status == x.RUNNING:
+                raise TaskRunning(key)
+            if guarded:
+                # It ran when we tried and has ended since: try once more.
+                return self._send_to_existing(key, params, options, session)
+            # Another send came after ours; ours was applied before it.
+            return SendResult(key, False, changed, status)
+        return SendResult(key, False, changed, _status(document))
+
+    def _applied(self, statement: statements.Update, session: ClientSession | None) -> bool:
+        """
+        Run a resend; return whether the document was changed. Repeating it is harmless.
+        """
+        if session is not None:
+            return self._store.update(statement, session=session)[1] > 0
+        try:
+            return self._store.update(statement)[1] > 0
+        except StoreUnavailable:
+            self._store.update(statement)
+            return True
+
+    def _send_again(
+        self, key: str, params: object, options: SendOptions, session: ClientSession | None
+    ) -> SendResult:
+        document = options.document(key, params, self._store.clock.now())
+        inserted = (
+            self._store.upsert(document, session=session)[0]
+            if session is not None
+            else self._insert(document)
+        )
+        if inserted:
+            return SendResult(key, inserted=True, updated=False, status="waiting")
+        return self._send_to_existing(key, params, options, session)
+
+    # -- changing ----------------------------------------------------------------------------
+
+    def update(self, key: str, params: Any = None, **options: Any) -> SendResult:
+        """
+        Replace params and options of an existing task; `send` with ``if_exists="update"``.
+
+        Raises:
+            TaskNotFound: If there is no such task.
+            TypeError, ValueError, TaskRunning, StoreError: As `send`.
+        """
+        checked = SendOptions.checked(**_known_options({**options, "if_exists": "update"}))
+        key, frozen = _checked_key(key), self._frozen(params)
+        self._ready()
+        if self._store.find_task(key, {"_id": 1}) is None:
+            raise TaskNotFound(key)
+        return self._send_to_existing(key, frozen, checked, None)
+
+    def cancel(self, key: str) -> bool:
+        """
+        Ask for the end of a task: no new attempt starts, running functions are told.
+
+        Returns whether the task is cancelled or being cancelled now; False if it has
+        ended otherwise. A running function that does not heed `TaskContext.cancelled`
+        goes on; if it succeeds, the task has succeeded. A cancelled task never runs again
+        unless it is armed by `retry` or ``if_exists="rerun"``.
+
+        Raises:
+            TaskNotFound: If there is no such task.
+            StoreError: As `send`.
+        """
+        key = _checked_key(key)
+        self._ready()
+        self._twice(statements.cancel(key))
+        document = self._store.find_task(key, _STATUS_FIELDS)
+        if document is None:
+            raise TaskNotFound(key)
+        status = _status(document)
+        return status == x.CANCELLED or (status == x.RUNNING and "cancel" in document)
+
+    def retry(self, key: str) -> bool:
+        """
+        Arm a task that has ended (failed, cancelled or succeeded) again, to run now.
+
+        Returns whether it was; False if it has not ended.
+
+        Raises:
+            TaskNotFound: If there is no such task.
+            StoreError: As `send`.
+        """
+        key = _checked_key(key)
+        self._ready()
+        before = self.get(key)
+        if before is None:
+            raise TaskNotFound(key)
+        if not before.is_finished:
+            return False
+        send_id = uuid.uuid4().hex
+        self._twice(
+            statements.resend(
+                key,
+                send_id,
+                start_time=None,
+                replace=None,
+                rerun=True,
+                only_if_idle=False,
+                clean_success=False,
+                clean_failed=False,
+            )
+        )
+        return True
+
+    def _twice(self, statement: statements.Update) -> None:
+        """
+        Run a repeatable write; once more if its fate is not known.
+        """
+        try:
+            self._store.update(statement)
+        except StoreUnavailable:
+            self._store.update(statement)
+
+    def delete(self, key: str) -> bool:
+        """
+        Delete a task, whatever its state; return whether there was one.
+
+        A function that runs is not stopped; its outcome is then refused.
+        """
+        return self._store.delete(_checked_key(key))
+
+    def delete_finished(
+        self,
+        older_than: Duration,
+        *,
+        statuses: Sequence[Status] = ("succeeded", "failed", "cancelled"),
+    ) -> int:
+        """
+        Delete the tasks that ended more than *older_than* ago; return how many.
+
+        Works in small steps; a task that is armed again meanwhile stays.
+
+        Raises:
+            TypeError, ValueError: If an argument is wrong.
+        """
+        age_s = seconds(older_than, "older_than")
+        for status in statuses:
+            choice(status, "each of statuses", x.TERMINAL)
+        self._ready()
+        cutoff = self._store.clock.now() - dt.timedelta(seconds=age_s)
+        deleted = 0
+        while True:
+            found = self._store.find(statements.finished_before(cutoff, statuses, _KEY_CHUNK))
+            if not found:
+                return deleted
+            keys = [str(document["key"]) for document in found]
+            count = self._store.delete_matching(statements.ended_among(keys, cutoff, statuses))
+            deleted += count
+            if not count:
+                return deleted
+
+    # -- asking ------------------------------------------------------------------------------
+
+    def get(self, key: str) -> Task | None:
+        """
+        Return the task, or None.
+
+        Raises:
+            InvalidTask: If its document cannot be read.
+        """
+        document = self._store.find_task(_checked_key(key))
+        return None if document is None else self._read(document)
+
+    def list(
+        self,
+        *,
+        status: Status | None = None,
+        name: str | None = None,
+        tag: str | None = None,
+        limit: int = 100,
+        after: str = "",
+    ) -> list[Task]:
+        """
+        Return up to *limit* tasks in order of key, after the key *after*.
+
+        Unreadable documents are left out. The conditions other than the key use no index.
+        """
+        whole(limit, "limit", 1, 10_000)
+        condition = _condition(status, name, tag)
+        found = self._store.find(
+            statements.Find(
+                filter={"key": {"$gt": after}, **condition},
+                projection={},
+                sort=[("key", 1)],
+                limit=limit,
+            )
+        )
+        return list(self._readable(found))
+
+    def count(
+        self, *, status: Status | None = None, name: str | None = None, tag: str | None = None
+    ) -> int:
+        """
+        Count the tasks, by their stored status. Reads the whole collection.
+        """
+        return self._store.count(_condition(status, name, tag))
+
+    def result(self, key: str, timeout: float | None = None, *, all: bool = False) -> Any:
+        """
+        Wait until the task has ended; return what its function returned.
+
+        With *all*, return the values of all successes, oldest first (concurrency above 1).
+        Asks the database every 20 ms at first, then more and more seldom, up to 1 s.
+
+        Raises:
+            TaskNotFound: If there is no such task, or it was deleted meanwhile.
+            TaskFailed: If it has failed; with the stored reason.
+            TaskCancelled: If it was cancelled.
+            TimeoutError: If it has not ended within *timeout* seconds (None: wait for ever).
+            TypeError, ValueError: If an argument is wrong.
+            StoreError: If the database is in trouble for longer than one call may take.
+        """
+        key = _checked_key(key)
+        deadline_s = deadline_after(timeout)
+        pause_s = _FIRST_POLL_S
+        waiter = threading.Event()
+        while True:
+            document = self._store.find_task(key, {"params": 0})
+            if document is None:
+                raise TaskNotFound(key)
+            task = self._read(document)
+            if task.status == x.SUCCEEDED:
+                values = self._values(document)
+                if all:
+                    return [*values]
+                return values[-1] if values else None
+            if task.status == x.CANCELLED:
+                raise TaskCancelled(key)
+            if task.status == x.FAILED:
+                failures = [a for a in task.attempts if a.failed_at is not None]
+                raise TaskFailed(key, failures[-1].fail_reason if failures else None)
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                msg = (
+                    f"the task {key!r} has not ended within {timeout} seconds; it is {task.status}"
+                )
+                raise TimeoutError(msg)
+            jitter = 1.0 - 0.2 * random.random()
+            waiter.wait(min(pause_s * jitter, left_s))
+            pause_s = min(_LAST_POLL_S, pause_s * 1.5)
+
+    def _values(self, document: RawBSONDocument) -> Sequence[Any]:
+        elements = [
+            element
+            for element in document["task_state"]["worker_states"]
+            if element.get("success_time") is not None
+        ]
+        elements.sort(key=lambda element: element["success_time"])
+        options = self._store.codec_options
+        return [codec.thaw(element, "returns", options) for element in elements]
+
+    def _read(self, document: RawBSONDocument) -> Task:
+        return model.read_task(document, self._store.codec_options)
+
+    def _readable(self, documents: Iterable[RawBSONDocument]) -> Iterator[Task]:
+        for document in documents:
+            try:
+                yield self._read(document)
+            except InvalidTask:
+                continue
+
+    # -- in common ---------------------------------------------------------------------------
+
+    def _frozen(self, params: object) -> object:
+        return codec.freeze(
+            params,
+            self._store.codec_options,
+            what="params",
+            limit_bytes=codec.MAX_PARAMS_BYTES,
+        )
+
+    def _ready(self, *, in_transaction: bool = False) -> None:
+        """
+        Before a write: know the server's time, and have the indexes.
+        """
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._ready_lock = threading.Lock()
+            self._store.after_fork()
+        with self._ready_lock:
+            self._store.measure_clock()
+            if not in_transaction:
+                self._store.ensure_indexes()
+
+    def __repr__(self) -> str:
+        return f"Producer({self._store.full_name!r})"
+
+
+_STATUS_FIELDS: Final[Mapping[str, Any]] = {
+    "params": 0,
+    "progress": 0,
+    "task_state.worker_states.returns": 0,
+}
+
+
+def _status(document: RawBSONDocument) -> Status:
+    fields = model.decode_fields(document)
+    return model.derive(fields, model.read_attempts(fields))[0]
+
+
+def _checked_key(key: object) -> str:
+    return uuid.uuid4().hex if key is None else text(key, "key")
+
+
+def _known_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = sorted(set(options) - set(OPTION_NAMES))
+    if unknown:
+        msg = f"unknown options: {', '.join(unknown)}"
+        raise TypeError(msg)
+    return dict(options)
+
+
+def _condition(status: str | None, name: str | None, tag: str | None) -> dict[str, Any]:
+    if status is not None:
+        choice(status, "status", STATUSES)
+    given = {"status": status, "name": name, "tags": tag}
+    return {field: value for field, value in given.items() if value is not None}

@@ -1,0 +1,106 @@
+"""
+Signals for a consumer that is the purpose of its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Final
+
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync.health import StopReport
+
+_log = logger("consumer")
+
+#: The main thread waits in slices, so that signals are seen on every system.
+_SLICE_S: Final = 0.5
+#: How long the last update of a forced end may take, in seconds.
+_FORCE_S: Final = 2.0
+
+
+class _Signals:
+    """
+    Counts signals; the handlers set flags and do nothing else.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = 0
+        self._previous: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """
+        Take SIGINT and SIGTERM over in the main thread; elsewhere do nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        wanted: list[int] = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGBREAK"):  # Windows: Ctrl-Break
+            wanted.append(signal.SIGBREAK)
+        for number in wanted:
+            self._previous[number] = signal.signal(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number, handler in self._previous.items():
+                # None: the handler was not set from Python and cannot be put back by it.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.last = number
+        previous = self._previous.get(number)
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
+
+
+def serve(
+    *,
+    asked: threading.Event,
+    stop: Callable[[], StopReport],
+    force: Callable[[float], None],
+    stopped: threading.Event,
+) -> StopReport:
+    """
+    Wait for a signal or *asked*, then *stop*; a second signal *force*s the end of the process.
+    """
+    signals = _Signals()
+    with signals.installed():
+        while not asked.is_set() and not stopped.is_set() and not signals.count:
+            asked.wait(_SLICE_S)
+        box: list[StopReport | BaseException] = []
+
+        def run() -> None:
+            try:
+                box.append(stop())
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                box.append(error)
+
+        # In a thread of its own, so that a second signal is answered whatever the stop waits for.
+        stopping = threading.Thread(target=run, name="ms-stop", daemon=True)
+        seen = signals.count
+        stopping.start()
+        while stopping.is_alive():
+            stopping.join(_SLICE_S)
+            if signals.count > max(seen, 1):
+                _log.warning(
+                    "a second signal: the process ends now",
+                    extra={"event": "forced_exit", "signal": signals.last},
+                )
+                forcing = threading.Thread(
+                    target=force, args=(_FORCE_S,), name="ms-force", daemon=True
+                )
+                forcing.start()
+                forcing.join(_FORCE_S + 0.5)
+                os._exit(128 + signals.last)
+    result = box[0]
+    if isinstance(result, BaseException):
+        raise result
+    return result
