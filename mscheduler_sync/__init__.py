@@ -4,6 +4,7 @@ A synchronous, thread-pool task scheduler on MongoDB.
 Start with `Producer` and `Consumer`; see the README.
 """
 
+from mscheduler_sync._stages.assembly import StopReport
 from mscheduler_sync.consumer import Consumer
 from mscheduler_sync.context import Reason, TaskContext, current_task
 from mscheduler_sync.errors import (
@@ -36,7 +37,7 @@ from mscheduler_sync.events import (
     WaitOccupy,
     WaitOccupyQueueEmpty,
 )
-from mscheduler_sync.health import Health, PartReport, StopReport
+from mscheduler_sync.health import Health, PartReport
 from mscheduler_sync.model import Attempt, Status, Task, TaskOptions
 from mscheduler_sync.producer import Producer, SendResult
 from mscheduler_sync.router import Router

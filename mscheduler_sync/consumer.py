@@ -1,5 +1,5 @@
 """
-The consumer: builds the parts, wires each to the next, starts and stops them.
+The consumer as the application sees it: life, waiting, events, health.
 """
 
 from __future__ import annotations
@@ -18,16 +18,9 @@ from pymongo.collection import Collection
 
 from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import Service
 from mscheduler_sync._runtime.slots import Slots
-from mscheduler_sync._stages.candidates import Candidates, Lanes
-from mscheduler_sync._stages.claimer import Claimer
-from mscheduler_sync._stages.executor import Executor
-from mscheduler_sync._stages.fetcher import Fetcher
-from mscheduler_sync._stages.heartbeat import Heartbeats
-from mscheduler_sync._stages.outcome import OutcomeWriter
+from mscheduler_sync._stages.assembly import Assembly, StopReport
 from mscheduler_sync._stages.running import RunningAttempts
-from mscheduler_sync._stages.watcher import Watcher
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import ComponentCrashed
 from mscheduler_sync.events import (
@@ -37,7 +30,7 @@ from mscheduler_sync.events import (
     Subscription,
     deadline_after,
 )
-from mscheduler_sync.health import Health, State, StopReport, take_health
+from mscheduler_sync.health import Health, State, take_health
 from mscheduler_sync.invocation import Invocation, invocation_of
 from mscheduler_sync.router import Router
 from mscheduler_sync.run_forever import serve
@@ -47,10 +40,6 @@ _log = logger("consumer")
 
 #: Waits are cut into slices, so that Ctrl-C is seen on every system.
 _SLICE_S: Final = 0.5
-#: Of the time of a stop, the part after which running functions are asked to end,
-#: and what is kept for the last writes, in seconds.
-_ASK_AFTER_SHARE, _LAST_WRITES_SHARE, _LAST_WRITES_MOST_S = 0.75, 0.2, 1.0
-
 #: Consumers to stop when the interpreter exits.
 _living: weakref.WeakSet[Consumer] = weakref.WeakSet()
 
@@ -138,7 +127,7 @@ class Consumer:
         self._slots = Slots(settings.max_workers)
         self._queue = DelayQueue(settings.queue_limit)
         self._running = RunningAttempts(self._slots, is_stopping=self._stop_asked.is_set)
-        self._parts: _Parts | None = None
+        self._parts: Assembly | None = None
 
     # -- life --------------------------------------------------------------------------------
 
@@ -161,7 +150,18 @@ class Consumer:
                 msg = f"this consumer is {self._state}; a consumer is started once"
                 raise RuntimeError(msg)
             self._state = "running"
-            self._parts = _Parts(self)
+            self._parts = Assembly(
+                settings=self._settings,
+                store=self._store,
+                slots=self._slots,
+                queue=self._queue,
+                running=self._running,
+                hub=self._hub,
+                names=None if self._router is None else self._router.names,
+                function_of=self._function_of,
+                on_main_thread_end=self.request_stop,
+                on_crash=self._on_crash,
+            )
         _living.add(self)
         self._parts.start()
         self._say("running")
@@ -460,147 +460,8 @@ class Consumer:
         if parts is not None:
             parts.give_back_everything(timeout_s)
 
-    def function_of(self, name: str | None) -> Invocation | None:
+    def _function_of(self, name: str | None) -> Invocation | None:
         return self._function if self._router is None else self._router.find(name)
-
-
-class _Parts:
-    """
-    The threads of a consumer and the order of their starting and stopping.
-    """
-
-    def __init__(self, consumer: Consumer) -> None:
-        settings = consumer._settings
-        router = consumer._router
-        on_crash = consumer._on_crash
-        self._consumer = consumer
-        self.store = consumer._store
-        self.running = consumer._running
-        lanes = Lanes(settings.worker_id, None if router is None else router.names)
-        candidates = Candidates(consumer._queue, lambda: self.store.clock, consumer._hub)
-        self.writer = OutcomeWriter(
-            self.store,
-            settings.worker_id,
-            consumer._hub,
-            is_idle=lambda: consumer._slots.taken == 0,
-            on_settled=self.running.settled,
-            on_failure=candidates.note_own_failure,
-            on_crash=on_crash,
-        )
-        self.heartbeats = Heartbeats(
-            self.store, settings.worker_id, on_stuck=self.running.give_up, on_crash=on_crash
-        )
-        self.executor = Executor(
-            worker_id=settings.worker_id,
-            function_of=consumer.function_of,
-            around=settings.around,
-            value_limit_bytes=settings.result_limit_bytes,
-            on_end=self.running.ended,
-        )
-        self.running.connect(self.executor, self.heartbeats, self.writer)
-        self.fetcher = Fetcher(
-            self.store,
-            lanes,
-            consumer._queue,
-            candidates,
-            poll_interval_s=settings.poll_interval_s,
-            crate_interop=settings.crate_interop,
-            on_crash=on_crash,
-        )
-        self.claimer = Claimer(
-            self.store,
-            lanes,
-            consumer._queue,
-            consumer._slots,
-            candidates,
-            consumer._hub,
-            self.writer,
-            margin_s=settings.lease_margin_s,
-            value_limit_bytes=settings.result_limit_bytes,
-            start=self.running.start,
-            on_low=self.fetcher.queue_runs_low,
-            on_main_thread_end=consumer.request_stop,
-            on_crash=on_crash,
-        )
-        self.watcher: Watcher | None = None
-        if settings.watch:
-            self.watcher = Watcher(self.store, lanes, candidates, self.fetcher, on_crash)
-        self.services: list[Service] = [self.writer, self.heartbeats, self.claimer, self.fetcher]
-        if self.watcher is not None:
-            self.services.append(self.watcher)
-
-    def start(self) -> None:
-        # Whoever hands on starts after the one that receives.
-        for service in self.services:
-            service.start()
-
-    def stop(self, timeout_s: float) -> StopReport:
-        """
-        Stop in the direction of the flow; leases are kept until the last function has ended.
-        """
-        consumer = self._consumer
-        began_s = time.monotonic()
-        deadline_s = began_s + timeout_s
-        writes_s = min(_LAST_WRITES_MOST_S, timeout_s * _LAST_WRITES_SHARE)
-        self.store.deadline_s = deadline_s
-        for service in reversed(self.services[2:]):
-            service.request_stop()
-        # A claim whose answer is under way is given back by the claimer itself.
-        self.claimer.join(min(1.0, max(0.0, deadline_s - writes_s - time.monotonic())))
-        self._wait_for_functions(began_s, deadline_s - writes_s, timeout_s)
-        abandoned = self.running.abandon()
-        self.writer.drain(max(0.0, deadline_s - time.monotonic()))
-        for service in (self.heartbeats, self.writer):
-            service.request_stop()
-        self.executor.close()
-        # Half a second more for threads to notice; calls keep to their own time-outs.
-        last_s = max(deadline_s, time.monotonic()) + 0.5
-        for service in self.services:
-            service.join(last_s - time.monotonic())
-        threads = [] if abandoned else self.executor.join_threads(last_s - time.monotonic())
-        finished, released = self.running.stop_report()
-        left = [attempt.key for attempt in abandoned]
-        unstored = [key for key in self.writer.unstored() if key not in left]
-        report = StopReport(
-            finished=tuple(finished),
-            released=tuple(key for key in released if key not in unstored),
-            abandoned=tuple(left),
-            unstored=tuple(unstored),
-            threads=tuple(
-                [s.thread_name for s in self.services if s.alive]
-                + [t for t in self.heartbeats.living_threads() if "_" in t.rsplit(":", 1)[-1]]
-                + (threads or self.executor.join_threads(0.0))
-            ),
-        )
-        if report.abandoned or report.unstored:
-            _log.warning(
-                "the stop ran out of time",
-                extra={
-                    "event": "stop_incomplete",
-                    "worker_id": consumer.worker_id,
-                    "abandoned": list(report.abandoned),
-                    "unstored": list(report.unstored),
-                },
-            )
-        return report
-
-    def _wait_for_functions(self, began_s: float, until_s: float, timeout_s: float) -> None:
-        ask_at_s = min(began_s + timeout_s * _ASK_AFTER_SHARE, until_s)
-        asked = False
-        while (now_s := time.monotonic()) < until_s:
-            if not asked and now_s >= ask_at_s:
-                asked = True
-                self.running.tell_all("shutdown")
-            next_s = until_s if asked else ask_at_s
-            if self._consumer._slots.wait_empty(min(_SLICE_S, max(0.0, next_s - now_s))):
-                return
-        self.running.tell_all("shutdown")
-
-    def give_back_everything(self, timeout_s: float) -> None:
-        self.store.deadline_s = time.monotonic() + timeout_s
-        self.claimer.request_stop()
-        self.running.abandon()
-        self.writer.drain(timeout_s)
 
 
 def _stop_all() -> None:

@@ -22,24 +22,6 @@ State = Literal["new", "running", "stopping", "stopped", "crashed", "forked"]
 
 
 @attrs.frozen
-class StopReport:
-    """
-    What a stop did with the attempts that it found. Keys of tasks.
-    """
-
-    #: Functions ended during the stop; their outcomes are stored.
-    finished: tuple[str, ...] = ()
-    #: Given back unused; other workers may claim them at once.
-    released: tuple[str, ...] = ()
-    #: Functions that still run; their tasks run again once the lease ends.
-    abandoned: tuple[str, ...] = ()
-    #: Outcomes that could not be stored in time; these tasks too run again.
-    unstored: tuple[str, ...] = ()
-    #: Threads that are still alive: abandoned functions, calls inside their own time-out.
-    threads: tuple[str, ...] = ()
-
-
-@attrs.frozen
 class PartReport:
     """
     The state of one background part.

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, Final
 
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync.health import StopReport
+from mscheduler_sync._stages.assembly import StopReport
 
 _log = logger("consumer")
 

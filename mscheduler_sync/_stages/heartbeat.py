@@ -13,17 +13,14 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 from mscheduler_sync._runtime.log import Complaints, logger
-from mscheduler_sync._runtime.service import CrashHandler, PartHealth, Service
+from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._stages.attempt import HeldAttempt
-from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.store import CALL_TIMEOUT_S, TaskStore
-from mscheduler_sync.context import Reason
-from mscheduler_sync.errors import InvalidTask, StoreError
-from mscheduler_sync.model import decode_fields, read_options
+from mscheduler_sync._stages.beat import Beat, interval_s, tell
+from mscheduler_sync._storage.store import TaskStore
 
 _log = logger("heartbeat")
 
@@ -34,8 +31,6 @@ _IDLE_S: Final = 10.0
 #: A function that was told of its time-out has this long to end, in seconds, and at most a
 #: quarter of its lease, before it is given up.
 STUCK_GRACE_S: Final = 10.0
-#: The crate allows a heartbeat interval of 0.
-_SHORTEST_INTERVAL_S: Final = 0.01
 
 
 class Heartbeats(Service):
@@ -73,21 +68,13 @@ class Heartbeats(Service):
         """
         Watch *attempt* until it is settled or abandoned.
         """
-        interval_s = self.interval_s(attempt)
+        first_s = attempt.claimed_at_s + interval_s(attempt)
         with self._changed:
-            self._schedule(attempt.claimed_at_s + interval_s, attempt, self._begin_beating)
+            self._schedule(first_s, attempt, self._begin_beating)
             if attempt.options.timeout is not None:
                 self._schedule(
                     attempt.claimed_at_s + attempt.options.timeout, attempt, self._check_timeout
                 )
-
-    @staticmethod
-    def interval_s(attempt: HeldAttempt) -> float:
-        """
-        Return the pause between beats: what the task says, but never above half its lease.
-        """
-        wanted_s = min(attempt.options.heartbeat, attempt.options.lease / 2)
-        return max(_SHORTEST_INTERVAL_S, wanted_s)
 
     def request_stop(self) -> None:
         super().request_stop()
@@ -198,7 +185,7 @@ class Heartbeats(Service):
                 self._beaters.discard(thread)
                 if attempt in self._waiting:
                     self._waiting.remove(attempt)
-                again_s = time.monotonic() + self.interval_s(attempt)
+                again_s = time.monotonic() + interval_s(attempt)
                 self._schedule(again_s, attempt, self._assign)
             Beat(self._store, attempt, self.health, self.complaints).once()
 
@@ -258,125 +245,5 @@ class Heartbeats(Service):
             tell(attempt, "lease_lost", "its heartbeat crashed")
             return False
         if going_on:
-            attempt.settled.wait(beat.pause_s(self.interval_s(attempt)))
+            attempt.settled.wait(beat.pause_s())
         return going_on
-
-
-class Beat:
-    """
-    The talk with the server about one attempt.
-    """
-
-    def __init__(
-        self,
-        store: TaskStore,
-        attempt: HeldAttempt,
-        health: PartHealth,
-        complaints: Complaints,
-    ) -> None:
-        self._store = store
-        self._health = health
-        self._complaints = complaints
-        self.attempt: Final = attempt
-        self._failing = False
-
-    def pause_s(self, interval_s: float) -> float:
-        """
-        Return the pause before the next beat: shorter after a failed one.
-        """
-        return min(1.0, interval_s / 2) if self._failing else interval_s
-
-    def once(self) -> bool:
-        """
-        Extend the lease once and learn what has changed; return whether to go on beating.
-        """
-        attempt = self.attempt
-        interval_s = Heartbeats.interval_s(attempt)
-        # At least a second: a tiny interval must not make every call time out.
-        timeout_s = min(max(interval_s, 1.0), CALL_TIMEOUT_S)
-        sent_at_s = time.monotonic()
-        progress = attempt.take_progress()
-        try:
-            matched, _ = self._store.update(
-                statements.heartbeat(attempt.key, attempt.running_id, progress=progress),
-                timeout_s=timeout_s,
-            )
-            if matched:
-                attempt.renewed(sent_at_s)
-            found = self._store.find(statements.attempt_state([attempt.key]), timeout_s=timeout_s)
-        except StoreError as error:
-            self._on_trouble(error, progress)
-            return True
-        self._failing = False
-        self._health.note_success()
-        if attempt.settled.is_set():
-            return False
-        fields = decode_fields(found[0]) if found else {}
-        if not matched and not _is_open(fields, attempt.running_id):
-            if not attempt.ended.is_set():
-                tell(attempt, "lease_lost", "another worker has taken the task over")
-            # The outcome will be refused; writing it is still tried, so nothing is decided here.
-            return False
-        self._learn(fields)
-        return True
-
-    def _learn(self, fields: Mapping[str, Any]) -> None:
-        attempt = self.attempt
-        cancel = fields.get("cancel")
-        if isinstance(cancel, Mapping) and cancel.get("time") is not None:
-            tell(attempt, "cancel_requested", "the task was cancelled")
-            return
-        try:
-            options = read_options(fields)
-        except InvalidTask:
-            # Somebody broke the document; the options known at the claim stay in force.
-            return
-        allowed = options.worker_ids
-        if allowed and attempt.context.worker_id not in allowed:
-            tell(attempt, "options_changed", "the task may no longer run on this worker")
-        attempt.options = options
-
-    def _on_trouble(self, error: StoreError, progress: object) -> None:
-        self._failing = True
-        self._health.note_error(error)
-        if progress is not None:
-            self.attempt.restore_progress(progress)
-        if self._complaints.is_new(type(error.__cause__)):
-            _log.warning(
-                "a heartbeat could not be sent; will try again",
-                extra={
-                    "event": "heartbeat_failed",
-                    "worker_id": self.attempt.context.worker_id,
-                    "task_key": self.attempt.key,
-                    "running_id": self.attempt.running_id,
-                    "error": str(error)[:500],
-                },
-            )
-
-
-def tell(attempt: HeldAttempt, reason: Reason, why: str) -> None:
-    """
-    Ask the function to end, once per attempt and reason.
-    """
-    if attempt.context.cancelled.is_set():
-        return
-    attempt.context.cancel(reason)
-    _log.warning(
-        "an attempt is asked to end",
-        extra={
-            "event": reason,
-            "worker_id": attempt.context.worker_id,
-            "task_key": attempt.key,
-            "running_id": attempt.running_id,
-            "why": why,
-        },
-    )
-
-
-def _is_open(fields: Mapping[str, Any], running_id: str) -> bool:
-    state = fields.get("task_state")
-    elements = state.get("worker_states") if isinstance(state, Mapping) else None
-    for element in elements if isinstance(elements, list) else []:
-        if isinstance(element, Mapping) and element.get("running_id") == running_id:
-            return element.get("success_time") is None and element.get("fail_time") is None
-    return False

@@ -18,8 +18,9 @@ from mscheduler_sync._stages.attempt import (
     Released,
     Succeeded,
 )
+from mscheduler_sync._stages.beat import tell
 from mscheduler_sync._stages.executor import Executor
-from mscheduler_sync._stages.heartbeat import Heartbeats, tell
+from mscheduler_sync._stages.heartbeat import Heartbeats
 from mscheduler_sync._stages.outcome import OutcomeWriter, Verdict
 from mscheduler_sync.context import Reason
 

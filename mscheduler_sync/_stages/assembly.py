@@ -1,0 +1,210 @@
+"""
+The threads of a consumer: who hands to whom, and the order of starting and stopping.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import attrs
+
+from mscheduler_sync._runtime.delay_queue import DelayQueue
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._runtime.slots import Slots
+from mscheduler_sync._stages.candidates import Candidates, Lanes
+from mscheduler_sync._stages.claimer import Claimer
+from mscheduler_sync._stages.executor import Executor, FunctionOf
+from mscheduler_sync._stages.fetcher import Fetcher
+from mscheduler_sync._stages.heartbeat import Heartbeats
+from mscheduler_sync._stages.outcome import OutcomeWriter
+from mscheduler_sync._stages.running import RunningAttempts
+from mscheduler_sync._stages.watcher import Watcher
+from mscheduler_sync._storage.store import TaskStore
+from mscheduler_sync.events import EventHub
+from mscheduler_sync.settings import ConsumerSettings
+
+_log = logger("consumer")
+
+_SLICE_S: Final = 0.5
+#: Of the time of a stop, the part after which running functions are asked to end,
+#: and what is kept for the last writes, in seconds.
+_ASK_AFTER_SHARE, _LAST_WRITES_SHARE, _LAST_WRITES_MOST_S = 0.75, 0.2, 1.0
+
+
+@attrs.frozen
+class StopReport:
+    """
+    What a stop did with the attempts that it found. Keys of tasks.
+    """
+
+    #: Functions ended during the stop; their outcomes are stored.
+    finished: tuple[str, ...] = ()
+    #: Given back unused; other workers may claim them at once.
+    released: tuple[str, ...] = ()
+    #: Functions that still run; their tasks run again once the lease ends.
+    abandoned: tuple[str, ...] = ()
+    #: Outcomes that could not be stored in time; these tasks too run again.
+    unstored: tuple[str, ...] = ()
+    #: Threads that are still alive: abandoned functions, calls inside their own time-out.
+    threads: tuple[str, ...] = ()
+
+
+class Assembly:
+    """
+    The threads of a consumer and the order of their starting and stopping.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: ConsumerSettings,
+        store: TaskStore,
+        slots: Slots,
+        queue: DelayQueue,
+        running: RunningAttempts,
+        hub: EventHub,
+        names: Sequence[str | None] | None,
+        function_of: FunctionOf,
+        on_main_thread_end: Callable[[], None],
+        on_crash: CrashHandler,
+    ) -> None:
+        worker_id = settings.worker_id
+        self._worker_id = worker_id
+        self._store = store
+        self._slots = slots
+        self._running = running
+        lanes = Lanes(worker_id, names)
+        candidates = Candidates(queue, lambda: store.clock, hub)
+        self.writer = OutcomeWriter(
+            store,
+            worker_id,
+            hub,
+            is_idle=lambda: slots.taken == 0,
+            on_settled=running.settled,
+            on_failure=candidates.note_own_failure,
+            on_crash=on_crash,
+        )
+        self._heartbeats = Heartbeats(store, worker_id, on_stuck=running.give_up, on_crash=on_crash)
+        self._executor = Executor(
+            worker_id=worker_id,
+            function_of=function_of,
+            around=settings.around,
+            value_limit_bytes=settings.result_limit_bytes,
+            on_end=running.ended,
+        )
+        running.connect(self._executor, self._heartbeats, self.writer)
+        self.fetcher = Fetcher(
+            store,
+            lanes,
+            queue,
+            candidates,
+            poll_interval_s=settings.poll_interval_s,
+            crate_interop=settings.crate_interop,
+            on_crash=on_crash,
+        )
+        self.claimer = Claimer(
+            store,
+            lanes,
+            queue,
+            slots,
+            candidates,
+            hub,
+            self.writer,
+            margin_s=settings.lease_margin_s,
+            value_limit_bytes=settings.result_limit_bytes,
+            start=running.start,
+            on_low=self.fetcher.queue_runs_low,
+            on_main_thread_end=on_main_thread_end,
+            on_crash=on_crash,
+        )
+        self.watcher: Watcher | None = None
+        #: In the order of their starting: whoever hands on comes after the one that receives.
+        self.services: list[Service] = [
+            self.writer,
+            self._heartbeats,
+            self.claimer,
+            self.fetcher,
+        ]
+        if settings.watch:
+            self.watcher = Watcher(store, lanes, candidates, self.fetcher, on_crash)
+            self.services.append(self.watcher)
+
+    def start(self) -> None:
+        for service in self.services:
+            service.start()
+
+    def stop(self, timeout_s: float) -> StopReport:
+        """
+        Stop in the direction of the flow; leases are kept until the last function has ended.
+        """
+        began_s = time.monotonic()
+        deadline_s = began_s + timeout_s
+        writes_s = min(_LAST_WRITES_MOST_S, timeout_s * _LAST_WRITES_SHARE)
+        self._store.deadline_s = deadline_s
+        for service in reversed(self.services[2:]):
+            service.request_stop()
+        # A claim whose answer is under way is given back by the claimer itself.
+        self.claimer.join(min(1.0, max(0.0, deadline_s - writes_s - time.monotonic())))
+        self._wait_for_functions(began_s, deadline_s - writes_s, timeout_s)
+        abandoned = self._running.abandon()
+        self.writer.drain(max(0.0, deadline_s - time.monotonic()))
+        for service in (self._heartbeats, self.writer):
+            service.request_stop()
+        self._executor.close()
+        # Half a second more for threads to notice; calls keep to their own time-outs.
+        last_s = max(deadline_s, time.monotonic()) + 0.5
+        for service in self.services:
+            service.join(last_s - time.monotonic())
+        # Threads of abandoned functions are not waited for.
+        wait_s = 0.0 if abandoned else last_s - time.monotonic()
+        threads = self._executor.join_threads(wait_s)
+        finished, released = self._running.stop_report()
+        left = [attempt.key for attempt in abandoned]
+        unstored = [key for key in self.writer.unstored() if key not in left]
+        report = StopReport(
+            finished=tuple(finished),
+            released=tuple(key for key in released if key not in unstored),
+            abandoned=tuple(left),
+            unstored=tuple(unstored),
+            threads=tuple(
+                dict.fromkeys(
+                    [
+                        *(service.thread_name for service in self.services if service.alive),
+                        *self._heartbeats.living_threads(),
+                        *threads,
+                    ]
+                )
+            ),
+        )
+        if report.abandoned or report.unstored:
+            _log.warning(
+                "the stop ran out of time",
+                extra={
+                    "event": "stop_incomplete",
+                    "worker_id": self._worker_id,
+                    "abandoned": list(report.abandoned),
+                    "unstored": list(report.unstored),
+                },
+            )
+        return report
+
+    def _wait_for_functions(self, began_s: float, until_s: float, timeout_s: float) -> None:
+        ask_at_s = min(began_s + timeout_s * _ASK_AFTER_SHARE, until_s)
+        asked = False
+        while (now_s := time.monotonic()) < until_s:
+            if not asked and now_s >= ask_at_s:
+                asked = True
+                self._running.tell_all("shutdown")
+            next_s = until_s if asked else ask_at_s
+            if self._slots.wait_empty(min(_SLICE_S, max(0.0, next_s - now_s))):
+                return
+        self._running.tell_all("shutdown")
+
+    def give_back_everything(self, timeout_s: float) -> None:
+        self._store.deadline_s = time.monotonic() + timeout_s
+        self.claimer.request_stop()
+        self._running.abandon()
+        self.writer.drain(timeout_s)

@@ -1,0 +1,86 @@
+"""
+Every filter, pipeline and index of the task scheduler, as pure functions.
+
+This module and `expressions` are the only places with field paths of queries.
+A conditional write keeps plain field predicates in its filter, ``key`` first
+(the index, and the shard key), and the rest of its condition inside the
+pipeline, so that it runs alike and fast on every server. All writes after the
+claim are fenced by the attempt's ``running_id``; one that changes nothing has
+lost a race or was applied before, and may be repeated at will.
+"""
+
+from mscheduler_sync._storage.statements.attempts import (
+    EXPIRED_REASON,
+    attempt_state,
+    claim,
+    claimed,
+    fail,
+    heartbeat,
+    mark_interrupted,
+    release,
+    repair,
+    snooze,
+    succeed,
+)
+from mscheduler_sync._storage.statements.base import (
+    READABLE,
+    Find,
+    Update,
+)
+from mscheduler_sync._storage.statements.discovery import (
+    INDEXES,
+    discovered_by_id,
+    discovered_by_key,
+    due_tasks,
+    eligible_in_shared_lanes,
+    eligible_name,
+    lanes_of,
+    underived,
+    unfinished,
+    watch_pipeline,
+    whole,
+)
+from mscheduler_sync._storage.statements.producing import (
+    NOBODY,
+    cancel,
+    ended_among,
+    finished_before,
+    resend,
+    task,
+    tasks,
+)
+
+__all__ = [
+    "EXPIRED_REASON",
+    "INDEXES",
+    "NOBODY",
+    "READABLE",
+    "Find",
+    "Update",
+    "attempt_state",
+    "cancel",
+    "claim",
+    "claimed",
+    "discovered_by_id",
+    "discovered_by_key",
+    "due_tasks",
+    "eligible_in_shared_lanes",
+    "eligible_name",
+    "ended_among",
+    "fail",
+    "finished_before",
+    "heartbeat",
+    "lanes_of",
+    "mark_interrupted",
+    "release",
+    "repair",
+    "resend",
+    "snooze",
+    "succeed",
+    "task",
+    "tasks",
+    "underived",
+    "unfinished",
+    "watch_pipeline",
+    "whole",
+]

@@ -1,0 +1,44 @@
+"""
+What all statements share.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import attrs
+
+from mscheduler_sync._storage import expressions as x
+
+Document = dict[str, Any]
+
+#: What the expressions rely on; a document that fails it is left alone.
+READABLE: Final[Document] = {
+    x.ATTEMPTS: {"$type": "array"},
+    "task_state.start_time": {"$type": "date"},
+    "task_option.concurrent_worker_cnt": {"$gte": 1, "$lte": 1_000_000},
+    "task_option.worker_timeout_ms": {"$gte": 1, "$lte": x.MAX_DURATION_MS},
+    "task_option.unexpected_retry_delay_ms": {"$gte": 0, "$lte": x.MAX_DURATION_MS},
+}
+
+
+@attrs.frozen
+class Update:
+    """
+    One conditional write of one document.
+    """
+
+    filter: Document
+    pipeline: list[x.Stage]
+
+
+@attrs.frozen
+class Find:
+    """
+    One bounded read.
+    """
+
+    filter: Document
+    projection: Document
+    sort: list[tuple[str, int]]
+    limit: int

@@ -1,0 +1,196 @@
+"""
+Indexes, the reads that find tasks, and the change stream's pipeline.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from typing import Final
+
+from mscheduler_sync._storage import expressions as x
+from mscheduler_sync._storage.statements.base import Document, Find
+
+#: (keys, options). The crate's own two indexes coexist: same name and options for ``key``.
+INDEXES: Final[list[tuple[list[tuple[str, int]], Document]]] = [
+    ([("key", 1)], {"name": "key", "unique": True}),
+    ([("lanes", 1), ("due", 1)], {"name": "lanes_due"}),
+    ([("finished_at", 1)], {"name": "finished_at", "sparse": True}),
+    ([("expire_at", 1)], {"name": "expire_at", "sparse": True, "expireAfterSeconds": 0}),
+]
+
+_DISCOVERED: Final[Document] = {
+    "key": 1,
+    "due": 1,
+    "task_option.priority": 1,
+    "task_option.worker_timeout_ms": 1,
+}
+
+
+def due_tasks(
+    lane: str,
+    *,
+    until: dt.datetime,
+    limit: int,
+    after: dt.datetime = x.EPOCH,
+    eligible: Document | None = None,
+) -> Find:
+    """
+    The earliest tasks of one lane that are due in [*after*, *until*]. Index: lanes_due.
+    """
+    return Find(
+        filter={"lanes": lane, "due": {"$gte": after, "$lte": until}, **(eligible or {})},
+        projection=_DISCOVERED,
+        sort=[("due", 1)],
+        limit=limit,
+    )
+
+
+def eligible_in_shared_lanes(worker_id: str, names: Sequence[str | None] | None) -> Document:
+    """
+    What a lane does not say: allowed, of a known name, and not yet done or held by this worker.
+    """
+    return {
+        "task_option.specific_worker_ids": {"$in": [None, [], worker_id]},
+        **eligible_name(names),
+        x.ATTEMPTS: {
+            "$not": {
+                "$elemMatch": {"worker_id": worker_id, "fail_time": None},
+            }
+        },
+    }
+
+
+def eligible_name(names: Sequence[str | None] | None) -> Document:
+    """
+    The condition on ``name`` of a consumer that knows *names* (None: all).
+    """
+    return {} if names is None else {"name": {"$in": list(names)}}
+
+
+def underived(*, after_id: object | None, limit: int) -> Find:
+    """
+    Documents without derived fields (written by a Rust worker), in order of _id. Index: lanes_due.
+    """
+    condition: Document = {"lanes": None, "due": None}
+    if after_id is not None:
+        condition["_id"] = {"$gt": after_id}
+    return Find(filter=condition, projection={"key": 1}, sort=[("_id", 1)], limit=limit)
+
+
+def unfinished(*, after_key: str, limit: int) -> Find:
+    """
+    A page over all unfinished documents in order of key, for the sweep of a shared collection.
+    """
+    return Find(
+        filter={"key": {"$gt": after_key}, "finished_at": None},
+        projection={"params": 0, "progress": 0, f"{x.ATTEMPTS}.returns": 0},
+        sort=[("key", 1)],
+        limit=limit,
+    )
+
+
+def discovered_by_id(ids: Sequence[object]) -> Find:
+    """
+    What discovery needs to know of the documents *ids* (at most 100). Index: _id.
+    """
+    return Find(
+        filter={"_id": {"$in": list(ids)}},
+        projection={**_DISCOVERED, "lanes": 1},
+        sort=[],
+        limit=len(ids),
+    )
+
+
+def discovered_by_key(keys: Sequence[str]) -> Find:
+    """
+    What discovery needs to know of the tasks *keys* (at most 100). Index: key.
+    """
+    return Find(
+        filter={"key": {"$in": list(keys)}},
+        projection={**_DISCOVERED, "lanes": 1},
+        sort=[],
+        limit=len(keys),
+    )
+
+
+def whole(keys: Sequence[str]) -> Find:
+    """
+    The tasks *keys* (at most 100) without their results. Index: key.
+    """
+    return Find(
+        filter={"key": {"$in": list(keys)}},
+        projection={f"{x.ATTEMPTS}.returns": 0},
+        sort=[],
+        limit=len(keys),
+    )
+
+
+def watch_pipeline() -> list[x.Stage]:
+    """
+    Change events that may make a task claimable, without clock and without bodies.
+
+    Of our own writes, heartbeats (they touch ``beat``) and steps to running or to
+    an end are dropped. A write that touches neither ``status`` nor ``due`` is a
+    Rust worker's or a person's: dropped only if it moved nothing but a lease.
+    No expression here can raise: it would kill the stream at every resume.
+    """
+    changed = "updateDescription.updatedFields"
+    only_leases = {
+        "$allElementsTrue": [
+            {
+                "$map": {
+                    "input": {"$objectToArray": {"$ifNull": [f"${changed}", {}]}},
+                    "as": "f",
+                    "in": {
+                        "$regexMatch": {
+                            "input": "$$f.k",
+                            "regex": r"^task_state\.worker_states\.\d+\.ping_expire_time$",
+                        }
+                    },
+                }
+            }
+        ]
+    }
+    quiet = [x.RUNNING, *x.TERMINAL]
+    return [
+        {
+            "$match": {
+                "operationType": {"$in": ["insert", "update", "replace"]},
+                f"{changed}.beat": {"$exists": False},
+                f"{changed}.status": {"$nin": quiet},
+                "$or": [
+                    {"operationType": {"$in": ["insert", "replace"]}},
+                    {f"{changed}.due": {"$exists": True}},
+                    {f"{changed}.status": {"$exists": True}},
+                    {"$expr": {"$not": [only_leases]}},
+                ],
+            }
+        },
+        {
+            "$project": {
+                "operationType": 1,
+                "documentKey": 1,
+                "fullDocument.key": 1,
+                "fullDocument.due": 1,
+                "fullDocument.lanes": 1,
+                "fullDocument.status": 1,
+                "fullDocument.task_option.priority": 1,
+                "fullDocument.task_option.worker_timeout_ms": 1,
+                f"{changed}.due": 1,
+            }
+        },
+    ]
+
+
+def lanes_of(*, name: str | None, worker_ids: Sequence[str], shared: bool) -> list[str]:
+    """
+    The lanes of a new task; `expressions.lanes` computes the same in the database.
+    """
+    if shared:
+        return [x.LANE_SHARED]
+    if worker_ids:
+        return [x.lane_of_worker(worker_id) for worker_id in worker_ids]
+    if name is not None:
+        return [x.LANE_ANY_NAME, x.lane_of_name(name)]
+    return [x.LANE_UNNAMED]
