@@ -570,7 +570,7 @@ class Producer:
             self._store.codec_options,
             what="params",
             limit_bytes=codec.MAX_PARAMS_BYTES,
-        )
+        ).value
 
     def _ready(self, *, in_transaction: bool = False) -> None:
         """

@@ -121,11 +121,11 @@ class DelayQueue:
 
     def count_due(self) -> int:
         """
-        Return how many keys are due now.
+        Return about how many keys are due now; 0 only if none is.
         """
         with self._changed:
             self._promote(time.monotonic())
-            return sum(1 for item in self._ready if item[4].live)
+            return len(self._ready)
 
     def close(self) -> None:
         """

@@ -32,10 +32,11 @@ def lease_margin_s(lease_s: float, setting_s: float | None = None) -> float:
 @attrs.frozen
 class Succeeded:
     """
-    The function returned; *value* is safe to store.
+    The function returned; *value* is safe to store and takes *size_bytes*.
     """
 
     value: object
+    size_bytes: int
 
 
 @attrs.frozen
@@ -158,7 +159,7 @@ class HeldAttempt:
             value, self.codec_options, what="progress", limit_bytes=self._value_limit_bytes
         )
         with self._progress_lock:
-            self._progress = frozen
+            self._progress = frozen.value
 
     def take_progress(self) -> object:
         """

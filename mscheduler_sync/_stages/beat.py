@@ -67,7 +67,7 @@ class Beat:
         progress = attempt.take_progress()
         try:
             matched, _ = self._store.update(
-                statements.heartbeat(attempt.key, attempt.running_id, progress=progress),
+                statements.heartbeat([(attempt.key, attempt.running_id)], progress=progress),
                 timeout_s=timeout_s,
             )
             if matched:

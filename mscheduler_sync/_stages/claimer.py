@@ -11,11 +11,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-import attrs
 from bson.raw_bson import RawBSONDocument
 from cachetools import TTLCache
 
 from mscheduler_sync import model
+from mscheduler_sync._runtime.crash_points import reach
 from mscheduler_sync._runtime.delay_queue import DelayQueue, Entry
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
@@ -25,7 +25,7 @@ from mscheduler_sync._stages.candidates import Candidates, Lanes
 from mscheduler_sync._stages.outcome import OutcomeWriter
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.codec import envelope
-from mscheduler_sync._storage.statements import Update
+from mscheduler_sync._storage.statements import Ref, Update
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import InvalidTask, StoreError
 from mscheduler_sync.events import EventHub, TaskOccupyResult, WaitOccupyQueueEmpty
@@ -38,20 +38,11 @@ BATCH: Final = 100
 #: While slots are busy, a claim waits this long for more of them to get free, in seconds.
 GATHER_S: Final = 0.004
 _IDLE_WAIT_S: Final = 60.0
+#: Longer ago than any heartbeat interval, an outage need not be spoken of, in seconds.
+_OUTAGE_MEMORY_S: Final = 3600.0
 #: Bounds of the wait that grows with one's own lost claims, in seconds.
 _CONTENTION_FIRST_S, _CONTENTION_CAP_S = 0.005, 0.1
 _SPREAD_FIRST, _SPREAD_CAP = 64, 2000
-
-
-@attrs.frozen
-class _Claim:
-    """
-    One claim of a batch.
-    """
-
-    entry: Entry
-    running_id: str
-    statement: Update
 
 
 class Claimer(Service):
@@ -150,59 +141,56 @@ class Claimer(Service):
     # -- one batch ---------------------------------------------------------------------------
 
     def _claim(self, entries: Sequence[Entry]) -> None:
-        claims = [self._make(entry) for entry in entries]
-        self._slots.take(len(claims))
-        unused = len(claims)
+        batch = uuid.uuid4().hex
+        refs = [(entry.key, f"{batch}-{number}") for number, entry in enumerate(entries)]
+        self._slots.take(len(refs))
+        unused = len(refs)
         try:
             sent_at_s = time.monotonic()
             try:
-                refused = self._send(claims)
-                documents = self._read_back(claims)
+                refused = self._send(refs)
+                reach("after_claim")
+                documents = self._read_back(refs)
             except StoreError:
                 # Stopping before the outcome is known: give back what may have been won.
-                for claim in claims:
-                    self._writer.release(claim.entry.key, claim.running_id, Released("shutdown"))
+                for key, running_id in refs:
+                    self._writer.release(key, running_id, Released("shutdown"))
                 raise
-            for claim in claims:
-                document = documents.get(claim.entry.key)
-                if document is not None and self._begin(claim, document, sent_at_s):
+            for key, running_id in refs:
+                document = documents.get(key)
+                if document is not None and self._begin(key, running_id, document, sent_at_s):
                     unused -= 1
         finally:
             self._slots.give_back(unused)
-        self._learn_of_losses(claims, documents, refused)
+        self._learn_of_losses([key for key, _ in refs], documents, refused)
 
-    def _make(self, entry: Entry) -> _Claim:
-        running_id = uuid.uuid4().hex
-        since_outage_s = time.monotonic() - self._store.recovered_at_s
-        statement = statements.claim(
-            entry.key,
-            running_id,
-            self._lanes.worker_id,
-            names=self._lanes.names,
-            # Later than any heartbeat interval, the condition need not be stated.
-            elapsed_since_outage_ms=round(since_outage_s * 1000) if since_outage_s < 3600 else None,  # noqa: PLR2004
-        )
-        return _Claim(entry, running_id, statement)
-
-    def _send(self, claims: Sequence[_Claim]) -> set[str]:
+    def _send(self, refs: Sequence[Ref]) -> set[str]:
         """
         Run the claims until the server has answered; return the keys that it refused.
         """
-        batch = [claim.statement for claim in claims]
-        result = self._until_answered(claims, lambda: self._store.update_each(batch))
-        refused = {claims[position].entry.key for position in result.errors}
-        for position, problem in result.errors.items():
-            self._candidates.set_aside(claims[position].entry.key, problem)
-        return refused
 
-    def _read_back(self, claims: Sequence[_Claim]) -> dict[str, RawBSONDocument]:
-        query = statements.claimed(
-            [claim.entry.key for claim in claims], [claim.running_id for claim in claims]
-        )
-        found = self._until_answered(claims, lambda: self._store.find(query))
+        def make(some: Sequence[Ref]) -> Update:
+            # Made anew for each try: the time since an outage is part of it.
+            since_outage_s = time.monotonic() - self._store.recovered_at_s
+            is_recent = since_outage_s < _OUTAGE_MEMORY_S
+            return statements.claim(
+                some,
+                self._lanes.worker_id,
+                names=self._lanes.names,
+                elapsed_since_outage_ms=round(since_outage_s * 1000) if is_recent else None,
+            )
+
+        result = self._until_answered(refs, lambda: self._store.update_together(make, refs))
+        for position, problem in result.errors.items():
+            self._candidates.set_aside(refs[position][0], problem)
+        return {refs[position][0] for position in result.errors}
+
+    def _read_back(self, refs: Sequence[Ref]) -> dict[str, RawBSONDocument]:
+        query = statements.claimed(refs)
+        found = self._until_answered(refs, lambda: self._store.find(query))
         return {str(document["key"]): document for document in found}
 
-    def _until_answered(self, claims: Sequence[_Claim], call: Callable[[], _T]) -> _T:
+    def _until_answered(self, refs: Sequence[Ref], call: Callable[[], _T]) -> _T:
         """
         Repeat *call* through any trouble of the database; a claim may be repeated at will.
 
@@ -214,8 +202,8 @@ class Claimer(Service):
                 answer = call()
             except StoreError as error:
                 if self.health.failures_in_a_row == 0:
-                    for claim in claims:
-                        self._hub.publish(TaskOccupyResult(key=claim.entry.key, success=False))
+                    for key, _ in refs:
+                        self._hub.publish(TaskOccupyResult(key=key, success=False))
                 self._after_store_error(error)
                 if self.stopping:
                     raise
@@ -223,20 +211,21 @@ class Claimer(Service):
                 self.health.note_success()
                 return answer
 
-    def _begin(self, claim: _Claim, document: RawBSONDocument, sent_at_s: float) -> bool:
+    def _begin(
+        self, key: str, running_id: str, document: RawBSONDocument, sent_at_s: float
+    ) -> bool:
         """
         Start the attempt if it was won; return whether a slot went with it.
         """
-        key = claim.entry.key
         try:
             fields = model.decode_fields(document)
             attempts = model.read_attempts(fields)
             options = model.read_options(fields)
         except InvalidTask as error:
-            self._writer.release(key, claim.running_id, Released("late"))
+            self._writer.release(key, running_id, Released("late"))
             self._candidates.set_aside(key, f"{error.path} {error.problem}")
             return False
-        mine = next((a for a in attempts if a.running_id == claim.running_id), None)
+        mine = next((a for a in attempts if a.running_id == running_id), None)
         if any(a.worker_id != self._lanes.worker_id for a in attempts):
             self._candidates.note_other_worker()
         if mine is None or not mine.is_open:
@@ -248,7 +237,7 @@ class Claimer(Service):
         attempt = HeldAttempt(
             key=key,
             name=name if isinstance(name, str) else None,
-            running_id=claim.running_id,
+            running_id=running_id,
             worker_id=self._lanes.worker_id,
             number=1 + sum(1 for a in attempts if a.failed_at is not None),
             options=options,
@@ -261,7 +250,7 @@ class Claimer(Service):
         )
         if self.stopping or time.monotonic() >= attempt.held_until_s:
             why = Released("shutdown" if self.stopping else "late")
-            self._writer.release(key, claim.running_id, why)
+            self._writer.release(key, running_id, why)
             return False
         self._lost_before.pop(key, None)
         _log.debug(
@@ -270,25 +259,22 @@ class Claimer(Service):
                 "event": "claimed",
                 "worker_id": self._lanes.worker_id,
                 "task_key": key,
-                "running_id": claim.running_id,
+                "running_id": running_id,
                 "attempt": attempt.number,
             },
         )
         self._hub.publish(TaskOccupyResult(key=key, success=True))
+        reach("before_submit")
         self._start(attempt)
         return True
 
     def _learn_of_losses(
         self,
-        claims: Sequence[_Claim],
+        keys: Sequence[str],
         documents: dict[str, RawBSONDocument],
         refused: set[str],
     ) -> None:
-        lost = [
-            claim.entry.key
-            for claim in claims
-            if claim.entry.key not in documents and claim.entry.key not in refused
-        ]
+        lost = [key for key in keys if key not in documents and key not in refused]
         if not lost:
             self._contention_s = self._calmed(self._contention_s)
             self._spread = self._spread // 2 if self._spread > _SPREAD_FIRST else 0
@@ -298,10 +284,10 @@ class Claimer(Service):
             extra={"event": "claims_lost", "worker_id": self._lanes.worker_id, "count": len(lost)},
         )
         self._candidates.note_other_worker()
-        if len(lost) == len(claims):
+        if len(lost) == len(keys):
             grown_s = max(_CONTENTION_FIRST_S, 2 * self._contention_s)
             self._contention_s = min(_CONTENTION_CAP_S, grown_s)
-        if 2 * len(lost) >= len(claims) and len(claims) > 1:
+        if 2 * len(lost) >= len(keys) and len(keys) > 1:
             self._spread = min(_SPREAD_CAP, max(_SPREAD_FIRST, 2 * self._spread))
         suspicious = []
         for key in lost:

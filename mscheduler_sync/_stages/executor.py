@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from mscheduler_sync import context as task_context
+from mscheduler_sync._runtime.crash_points import reach
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._stages import failure
 from mscheduler_sync._stages.attempt import (
@@ -88,10 +89,12 @@ class Executor:
 
     def _run(self, attempt: HeldAttempt) -> None:
         attempt.started_at_s = time.monotonic()
+        reach("before_function")
         try:
             outcome = contextvars.copy_context().run(self._call, attempt)
         except BaseException as error:  # noqa: BLE001 - the thread and the slot must survive
             outcome = Failed(failure.describe(error))
+        reach("after_function")
         attempt.document = None
         self._on_end(attempt, outcome)
 
@@ -115,14 +118,13 @@ class Executor:
         if attempt.timed_out:
             return _timed_out(attempt)
         try:
-            return Succeeded(
-                codec.freeze(
-                    value,
-                    attempt.codec_options,
-                    what="result",
-                    limit_bytes=self._value_limit_bytes,
-                )
+            frozen = codec.freeze(
+                value,
+                attempt.codec_options,
+                what="result",
+                limit_bytes=self._value_limit_bytes,
             )
+            return Succeeded(frozen.value, frozen.size_bytes)
         except codec.Unstorable as error:
             # The function has had its effect: running it again would not make the value storable.
             return Failed(failure.bounded(f"UnstorableResult: {error}"), for_good=True)

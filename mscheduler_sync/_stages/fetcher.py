@@ -286,7 +286,7 @@ class Fetcher(Service):
             return
         if self._candidates.is_set_aside(key):
             return
-        matched, _ = self._store.update(statements.repair(key))
+        matched, _ = self._store.update(statements.repair([key]))
         if not matched:
             self._explain(key)
             return
@@ -320,9 +320,7 @@ class Fetcher(Service):
             found = self._store.find(statements.unfinished(after_key=after, limit=PAGE))
             stale = [key for document in found if (key := self._stale_key(document)) is not None]
             for start in range(0, len(stale), CHUNK):
-                self._store.update_each(
-                    [statements.repair(key) for key in stale[start : start + CHUNK]]
-                )
+                self._store.update_together(statements.repair, stale[start : start + CHUNK])
             if len(found) < PAGE:
                 return
             after = str(found[-1]["key"])

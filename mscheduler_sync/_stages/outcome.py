@@ -13,6 +13,7 @@ from typing import Final, Literal
 import attrs
 
 from mscheduler_sync._runtime import backoff
+from mscheduler_sync._runtime.crash_points import reach
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._stages import failure
@@ -44,6 +45,8 @@ _log = logger("outcome")
 #: While other attempts run, an outcome waits this long for company, in seconds.
 GATHER_S: Final = 0.005
 _MOST_TOGETHER: Final = 100
+#: Results of one statement, in bytes; a statement may not exceed 16 MiB.
+_MOST_BYTES_TOGETHER: Final = 4 * 1024 * 1024
 
 Verdict = Literal["stored", "lost"]
 
@@ -59,10 +62,12 @@ class _Pending:
     outcome: Outcome
     #: None for a claim that never became an attempt.
     attempt: HeldAttempt | None
-    statement: Update
     retry_delay_s: float = 0.0
+    progress: object = None
     #: An earlier try may have been applied.
     uncertain: bool = False
+    #: Nothing is left to do for it.
+    done: bool = False
 
 
 class OutcomeWriter(Service):
@@ -103,13 +108,13 @@ class OutcomeWriter(Service):
         """
         Store *outcome*. Never blocks.
         """
-        delay_s = retry_delay_s(attempt.options, attempt.number, outcome)
-        progress = attempt.take_progress()
-        statement = _statement(
-            attempt.key, attempt.running_id, outcome, delay_s=delay_s, progress=progress
-        )
         pending = _Pending(
-            attempt.key, attempt.running_id, outcome, attempt, statement, retry_delay_s=delay_s
+            attempt.key,
+            attempt.running_id,
+            outcome,
+            attempt,
+            retry_delay_s=retry_delay_s(attempt.options, attempt.number, outcome),
+            progress=attempt.take_progress(),
         )
         with self._changed:
             self._pending.append(pending)
@@ -119,7 +124,7 @@ class OutcomeWriter(Service):
         """
         Give back a claim that never became an attempt. Never blocks.
         """
-        pending = _Pending(key, running_id, why, None, statements.release(key, running_id))
+        pending = _Pending(key, running_id, why, None)
         with self._changed:
             self._pending.append(pending)
             self._changed.notify_all()
@@ -163,18 +168,15 @@ class OutcomeWriter(Service):
         batch = self._gather()
         if not batch:
             return
-        done = False
         try:
             self._write(batch)
-            done = True
         except StoreUnavailable:
             for pending in batch:
                 pending.uncertain = True
             raise
         finally:
             with self._changed:
-                if not done:
-                    self._pending[:0] = batch
+                self._pending[:0] = [pending for pending in batch if not pending.done]
                 self._writing = 0
                 self._changed.notify_all()
 
@@ -210,19 +212,22 @@ class OutcomeWriter(Service):
             self._writing = len(chosen)
             return chosen
 
-    def _write(self, batch: list[_Pending]) -> None:
-        result = self._store.update_each([pending.statement for pending in batch])
-        verdicts: dict[str, Verdict]
-        if result.matched == len(batch):
-            verdicts = {pending.running_id: "stored" for pending in batch}
-        else:
-            verdicts = self._read_verdicts(batch, result.errors)
-        for position, pending in enumerate(batch):
-            problem = result.errors.get(position)
-            if problem is not None:
-                self._on_refused(pending, problem)
+    def _write(self, batch: Sequence[_Pending]) -> None:
+        for group in _groups(batch):
+            result = self._store.update_together(_statement, group)
+            reach("after_outcome")
+            verdicts: Mapping[str, Verdict]
+            if result.matched == len(group):
+                verdicts = {pending.running_id: "stored" for pending in group}
             else:
-                self._finish(pending, verdicts.get(pending.running_id, "lost"))
+                verdicts = self._read_verdicts(group, result.errors)
+            for position, pending in enumerate(group):
+                problem = result.errors.get(position)
+                if problem is not None:
+                    self._on_refused(pending, problem)
+                else:
+                    self._finish(pending, verdicts[pending.running_id])
+                pending.done = True
 
     def _read_verdicts(
         self, batch: Sequence[_Pending], errors: Mapping[int, str]
@@ -258,15 +263,14 @@ class OutcomeWriter(Service):
         )
         if isinstance(pending.outcome, Succeeded):
             pending.outcome = Failed(failure.bounded(f"UnstorableResult: {problem}"), for_good=True)
-            pending.statement = _statement(
-                pending.key, pending.running_id, pending.outcome, delay_s=0.0, progress=None
-            )
+            again = _Pending(pending.key, pending.running_id, pending.outcome, pending.attempt)
             with self._changed:
-                self._pending.append(pending)
+                self._pending.append(again)
         else:
             self._settle(pending, "lost")
 
     def _finish(self, pending: _Pending, verdict: Verdict) -> None:
+        reach("before_event")
         outcome, key = pending.outcome, pending.key
         fields: dict[str, object] = {
             "worker_id": self._worker_id,
@@ -330,25 +334,51 @@ def retry_delay_s(options: TaskOptions, attempt_number: int, outcome: Outcome) -
     return grown_s * random.uniform(1.0 - spread, 1.0 + spread)
 
 
-def _statement(
-    key: str, running_id: str, outcome: Outcome, *, delay_s: float, progress: object
-) -> Update:
-    if isinstance(outcome, Succeeded):
-        return statements.succeed(key, running_id, outcome.value, progress=progress)
-    if isinstance(outcome, Failed):
-        return statements.fail(
-            key,
-            running_id,
-            outcome.reason,
-            retry_delay_ms=round(delay_s * 1000),
-            for_good=outcome.for_good,
-            progress=progress,
-        )
-    if isinstance(outcome, Snoozed):
-        return statements.snooze(key, running_id, delay_ms=round(outcome.delay_s * 1000))
-    if isinstance(outcome, Interrupted):
-        return statements.mark_interrupted(key, running_id)
-    return statements.release(key, running_id)
+def _groups(batch: Sequence[_Pending]) -> list[list[_Pending]]:
+    """
+    Split *batch* into what one statement can say: one kind, bounded in size, progress alone.
+    """
+    groups: list[list[_Pending]] = []
+    open_groups: dict[type[Outcome], list[_Pending]] = {}
+    sizes: dict[type[Outcome], int] = {}
+    for pending in batch:
+        kind = type(pending.outcome)
+        size = pending.outcome.size_bytes if isinstance(pending.outcome, Succeeded) else 0
+        if pending.progress is not None or size > _MOST_BYTES_TOGETHER:
+            groups.append([pending])
+            continue
+        if kind not in open_groups or sizes[kind] + size > _MOST_BYTES_TOGETHER:
+            open_groups[kind] = []
+            sizes[kind] = 0
+            groups.append(open_groups[kind])
+        open_groups[kind].append(pending)
+        sizes[kind] += size
+    return groups
+
+
+def _statement(group: Sequence[_Pending]) -> Update:
+    """
+    Say the outcomes of *group*, all of one kind.
+    """
+    refs = [(pending.key, pending.running_id) for pending in group]
+    progress = group[0].progress
+    first = group[0].outcome
+    if isinstance(first, Succeeded):
+        values = [p.outcome.value for p in group if isinstance(p.outcome, Succeeded)]
+        return statements.succeed(refs, values, progress=progress)
+    if isinstance(first, Failed):
+        failures = [
+            statements.Failure(p.outcome.reason, round(p.retry_delay_s * 1000), p.outcome.for_good)
+            for p in group
+            if isinstance(p.outcome, Failed)
+        ]
+        return statements.fail(refs, failures, progress=progress)
+    if isinstance(first, Snoozed):
+        delays = [round(p.outcome.delay_s * 1000) for p in group if isinstance(p.outcome, Snoozed)]
+        return statements.snooze(refs, delays)
+    if isinstance(first, Interrupted):
+        return statements.mark_interrupted(refs)
+    return statements.release(refs)
 
 
 def _verdict(pending: _Pending, attempts: Sequence[Attempt]) -> Verdict:

@@ -8,6 +8,7 @@ import datetime as dt
 from collections.abc import Mapping
 from typing import Any, Final
 
+import attrs
 import bson
 from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.errors import BSONError
@@ -36,7 +37,17 @@ class Unstorable(ValueError):
     """
 
 
-def freeze(value: object, options: CodecOptions[Any], *, what: str, limit_bytes: int) -> object:
+@attrs.frozen
+class Frozen:
+    """
+    An encoded value and its size.
+    """
+
+    value: Any
+    size_bytes: int
+
+
+def freeze(value: object, options: CodecOptions[Any], *, what: str, limit_bytes: int) -> Frozen:
     """
     Return *value* encoded with the caller's *options*: safe to store, and a copy.
 
@@ -55,7 +66,7 @@ def freeze(value: object, options: CodecOptions[Any], *, what: str, limit_bytes:
     if len(raw) > limit_bytes:
         msg = f"{what} takes {len(raw)} bytes, more than the limit of {limit_bytes}"
         raise Unstorable(msg)
-    return RawBSONDocument(raw, codec_options=RAW)["v"]
+    return Frozen(RawBSONDocument(raw, codec_options=RAW)["v"], len(raw))
 
 
 def thaw(document: RawBSONDocument, field: str, options: CodecOptions[Any]) -> Any:

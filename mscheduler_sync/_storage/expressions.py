@@ -10,6 +10,7 @@ whatever its array elements look like.
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 Expr = Any
@@ -97,17 +98,35 @@ def attempts_mapped(value: Expr, *, source: Expr = f"${ATTEMPTS}") -> Expr:
     return {"$map": {"input": source, "as": "e", "in": value}}
 
 
-def is_attempt(running_id: str) -> Expr:
-    return {"$eq": ["$$e.running_id", literal(running_id)]}
-
-
-def replace_attempt(running_id: str, changes: dict[str, Expr]) -> Expr:
+def one_of(values: Sequence[object], position: Expr) -> Expr:
     """
-    All attempts, with *changes* merged into the one called *running_id*.
+    The value at *position*; stated once where all are the same.
+    """
+    first = values[0]
+    if all(value is first for value in values):
+        return literal(first)
+    return {"$arrayElemAt": [literal(list(values)), position]}
+
+
+def replace_attempts(running_ids: Sequence[str], changes: dict[str, Expr]) -> Expr:
+    """
+    All attempts, with *changes* merged into those called *running_ids*.
     """
     return attempts_mapped(
-        {"$cond": [is_attempt(running_id), {"$mergeObjects": ["$$e", changes]}, "$$e"]}
+        {"$cond": [is_one_of(running_ids), {"$mergeObjects": ["$$e", changes]}, "$$e"]}
     )
+
+
+def is_one_of(running_ids: Sequence[str]) -> Expr:
+    return {"$in": ["$$e.running_id", literal(list(running_ids))]}
+
+
+def position_of_attempt(running_ids: Sequence[str]) -> Expr:
+    return {"$indexOfArray": [literal(list(running_ids)), "$$e.running_id"]}
+
+
+def position_of_task(keys: Sequence[str]) -> Expr:
+    return {"$indexOfArray": [literal(list(keys)), "$key"]}
 
 
 def settle(reason: str, *, elapsed_since_outage_ms: int | None) -> list[Stage]:
@@ -144,11 +163,21 @@ def settle(reason: str, *, elapsed_since_outage_ms: int | None) -> list[Stage]:
     ]
 
 
-def tally() -> Stage:
+def derive(
+    *, may_add: Callable[[], Expr] | None = None, added: Expr = None, lease_end: Expr = None
+) -> list[Stage]:
     """
-    Count the attempts once, into a temporary field that `derive` reads and removes.
+    Set the derived fields: functions of the document alone, without a clock.
+
+    ``status``: see docs/state_machine.md. ``due``: from when a worker may claim;
+    `NEVER` once the task has ended; while every place is taken, or no further
+    attempt is allowed, the earliest end of an open lease, so that a dead worker's
+    task becomes due by itself.
+
+    A claim adds an attempt in the same breath: *added*, with the lease *lease_end*, where
+    *may_add* holds. That condition may use ``$$free`` (a place and a try are left,
+    nobody cancelled) and ``$$ready`` (from when the next attempt may start).
     """
-    open_ends = attempts_mapped("$$e.ping_expire_time", source="$$open")
     # A failure written by a Rust worker has no retry time of its own.
     crate_retry_time: Expr = {
         "$cond": [
@@ -158,109 +187,137 @@ def tally() -> Stage:
         ]
     }
     retry_times = attempts_mapped({"$ifNull": ["$$e.retry_time", crate_retry_time]}, source="$$bad")
-    return {
-        "$set": {
-            "_tally": {
-                "$let": {
-                    "vars": {
-                        "ok": {"$size": attempts_where(E_SUCCEEDED)},
-                        "open": attempts_where(E_OPEN),
-                        "bad": attempts_where({"$and": [E_FAILED, {"$not": [E_SUCCEEDED]}]}),
-                    },
-                    "in": {
-                        "ok": "$$ok",
-                        "open": {"$size": "$$open"},
-                        "lease_end": {"$min": open_ends},
-                        "ready": {"$max": ["$task_state.start_time", {"$max": retry_times}]},
-                        "spent": {
-                            "$or": [
-                                {"$gte": [{"$size": "$$bad"}, _MAX_ATTEMPTS]},
-                                {
-                                    "$in": [
-                                        True,
-                                        attempts_mapped(
-                                            {"$eq": ["$$e.final", True]}, source="$$bad"
-                                        ),
-                                    ]
-                                },
-                            ]
-                        },
-                    },
-                }
-            }
-        }
+    is_final = {"$in": [True, attempts_mapped({"$eq": ["$$e.final", True]}, source="$$bad")]}
+    counted = {
+        "ok": {"$size": attempts_where(E_SUCCEEDED)},
+        "open": attempts_where(E_OPEN),
+        "bad": attempts_where({"$and": [E_FAILED, {"$not": [E_SUCCEEDED]}]}),
+        "places": "$task_option.concurrent_worker_cnt",
+        "cancelled": has("cancel.time"),
     }
-
-
-def derive() -> list[Stage]:
-    """
-    Set the derived fields from the tally: functions of the document alone, without a clock.
-
-    ``status``: see docs/state_machine.md. ``due``: from when a worker may claim;
-    `NEVER` once the task has ended; while every place is taken, or no further
-    attempt is allowed, the earliest end of an open lease, so that a dead worker's
-    task becomes due by itself.
-    """
-    full = {
-        "$gte": [
-            {"$add": ["$_tally.ok", "$_tally.open"]},
-            "$task_option.concurrent_worker_cnt",
+    judged = {
+        "spent": {"$or": [{"$gte": [{"$size": "$$bad"}, _MAX_ATTEMPTS]}, is_final]},
+        "ready": {"$max": ["$task_state.start_time", {"$max": retry_times}]},
+        "held": {"$size": "$$open"},
+        "ends": {"$min": attempts_mapped("$$e.ping_expire_time", source="$$open")},
+    }
+    free = {
+        "$not": [
+            {
+                "$or": [
+                    "$$cancelled",
+                    "$$spent",
+                    {"$gte": [{"$add": ["$$ok", "$$held"]}, "$$places"]},
+                ]
+            }
         ]
     }
     status = {
         "$switch": {
             "branches": [
-                {
-                    "case": {"$gte": ["$_tally.ok", "$task_option.concurrent_worker_cnt"]},
-                    "then": SUCCEEDED,
-                },
-                {"case": {"$gt": ["$_tally.open", 0]}, "then": RUNNING},
-                {"case": has("cancel.time"), "then": CANCELLED},
-                {"case": "$_tally.spent", "then": FAILED},
+                {"case": {"$gte": ["$$ok", "$$places"]}, "then": SUCCEEDED},
+                {"case": {"$gt": ["$$held", 0]}, "then": RUNNING},
+                {"case": "$$cancelled", "then": CANCELLED},
+                {"case": "$$spent", "then": FAILED},
             ],
             "default": WAITING,
         }
     }
-    ended = {"$in": ["$status", list(TERMINAL)]}
-    no_new_attempt = {"$or": [full, "$_tally.spent", has("cancel.time")]}
     due = {
         "$cond": [
-            ended,
+            {"$in": ["$$status", list(TERMINAL)]},
             NEVER,
             {
                 "$cond": [
-                    no_new_attempt,
-                    {"$ifNull": ["$_tally.lease_end", EPOCH]},
-                    {"$min": ["$_tally.ready", "$_tally.lease_end"]},
+                    free,
+                    {"$min": ["$$ready", "$$ends"]},
+                    {"$ifNull": ["$$ends", EPOCH]},
                 ]
             },
         ]
     }
     ended_at = {
-        "$max": [
-            {"$max": attempts_mapped("$$e.success_time")},
-            {"$max": attempts_mapped("$$e.fail_time")},
-            "$cancel.time",
-        ]
-    }
-    expires = {
         "$cond": [
+            {"$in": ["$$status", list(TERMINAL)]},
             {
-                "$and": [
-                    {"$gte": ["$keep_ms", 0]},
-                    {"$lte": ["$keep_ms", MAX_DURATION_MS]},
-                    {"$eq": [{"$type": "$finished_at"}, "date"]},
+                "$max": [
+                    {"$max": attempts_mapped("$$e.success_time")},
+                    {"$max": attempts_mapped("$$e.fail_time")},
+                    "$cancel.time",
                 ]
             },
-            date_plus("$finished_at", "$keep_ms"),
-            "$$REMOVE",
+            None,
         ]
     }
+    result: Expr = {
+        "$let": {
+            "vars": {"status": status},
+            "in": {"status": "$$status", "due": due, "ended_at": ended_at, "add": False},
+        }
+    }
+    if may_add is not None:
+        result = {
+            "$let": {
+                "vars": {"free": free},
+                "in": {
+                    "$cond": [
+                        may_add(),
+                        {
+                            "$let": {
+                                "vars": {
+                                    "held": {"$add": ["$$held", 1]},
+                                    "ends": {"$min": ["$$ends", lease_end]},
+                                    "status": RUNNING,
+                                },
+                                "in": {
+                                    "status": "$$status",
+                                    "due": due,
+                                    "ended_at": None,
+                                    "add": True,
+                                },
+                            }
+                        },
+                        result,
+                    ]
+                },
+            }
+        }
+    fields: dict[str, Expr] = {
+        "status": "$_derived.status",
+        "due": "$_derived.due",
+        "finished_at": {"$ifNull": ["$_derived.ended_at", "$$REMOVE"]},
+        "expire_at": {
+            "$cond": [
+                {
+                    "$and": [
+                        {"$gte": ["$keep_ms", 0]},
+                        {"$lte": ["$keep_ms", MAX_DURATION_MS]},
+                        {"$eq": [{"$type": "$_derived.ended_at"}, "date"]},
+                    ]
+                },
+                date_plus("$_derived.ended_at", "$keep_ms"),
+                "$$REMOVE",
+            ]
+        },
+    }
+    if may_add is not None:
+        attempts = f"${ATTEMPTS}"
+        fields[ATTEMPTS] = {
+            "$cond": ["$_derived.add", {"$concatArrays": [attempts, [added]]}, attempts]
+        }
     return [
-        {"$set": {"status": status}},
-        {"$set": {"due": due, "finished_at": {"$cond": [ended, ended_at, "$$REMOVE"]}}},
-        {"$set": {"expire_at": expires}},
-        {"$unset": "_tally"},
+        {
+            "$set": {
+                "_derived": {
+                    "$let": {
+                        "vars": counted,
+                        "in": {"$let": {"vars": judged, "in": result}},
+                    }
+                }
+            }
+        },
+        {"$set": fields},
+        {"$unset": "_derived"},
     ]
 
 

@@ -12,14 +12,14 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import attrs
 import pymongo
 from bson.codec_options import CodecOptions
 from bson.raw_bson import RawBSONDocument
-from pymongo import InsertOne, ReadPreference, UpdateOne, WriteConcern
+from pymongo import InsertOne, ReadPreference, WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import (
@@ -42,6 +42,7 @@ from mscheduler_sync._storage.statements import Find, Update
 from mscheduler_sync.errors import StoreError, StoreRejected, StoreUnavailable
 
 _log = logger("store")
+_Item = TypeVar("_Item")
 
 #: How long one call may take, in seconds, retries of the driver included.
 CALL_TIMEOUT_S: Final = 10.0
@@ -72,13 +73,13 @@ def translated(error: PyMongoError) -> StoreError:
 
 
 @attrs.frozen
-class BulkOutcome:
+class Together:
     """
-    What became of a bulk of conditional updates.
+    What became of a statement about several documents.
     """
 
     matched: int
-    #: Position -> the server's complaint about this statement alone.
+    #: Position of the item -> the server's complaint about it alone.
     errors: Mapping[int, str]
 
 
@@ -300,13 +301,47 @@ class TaskStore:
         Run one conditional write; return how many documents it matched and changed.
         """
         with self._call(timeout_s):
-            try:
+            if len(statement.keys) == 1:
                 result = self._collection.update_one(
                     statement.filter, statement.pipeline, session=session
                 )
-            except (WriteError, DocumentTooLarge) as error:
-                raise StoreRejected(f"{type(error).__name__}: {error}"[:1000]) from error
+            else:
+                result = self._collection.update_many(
+                    statement.filter, statement.pipeline, session=session
+                )
         return result.matched_count, result.modified_count
+
+    def update_together(
+        self,
+        make: Callable[[Sequence[_Item]], Update],
+        items: Sequence[_Item],
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> Together:
+        """
+        Run the statement that *make* makes of *items*, one document each, in one command.
+
+        Where the server refuses it for one document's sake, each item is tried alone, so
+        that no other suffers.
+
+        Raises:
+            StoreUnavailable: Some of it may have happened; running it again is safe.
+            StoreRejected: The server refuses it whatever the document.
+        """
+        try:
+            matched, _ = self.update(make(items), timeout_s=timeout_s)
+        except StoreRejected as error:
+            if not isinstance(error.__cause__, (WriteError, DocumentTooLarge)):
+                raise
+            if len(items) == 1:
+                return Together(0, {0: str(error)})
+        else:
+            return Together(matched, {})
+        alone = [self.update_together(make, [item], timeout_s=timeout_s) for item in items]
+        return Together(
+            sum(one.matched for one in alone),
+            {n: one.errors[0] for n, one in enumerate(alone) if one.errors},
+        )
 
     def upsert(
         self, document: Mapping[str, Any], *, session: ClientSession | None
@@ -322,40 +357,6 @@ class TaskStore:
                 session=session,
             )
         return result.upserted_id is not None, result.matched_count
-
-    def update_each(
-        self, batch: Sequence[Update], *, timeout_s: float = CALL_TIMEOUT_S
-    ) -> BulkOutcome:
-        """
-        Run conditional writes of different documents, unordered, in one round trip.
-
-        Raises:
-            StoreUnavailable: Some of them may have happened; running them again is safe.
-        """
-        if len(batch) == 1:
-            try:
-                matched, _ = self.update(batch[0], timeout_s=timeout_s)
-            except StoreRejected as error:
-                if isinstance(error.__cause__, (WriteError, DocumentTooLarge)):
-                    return BulkOutcome(0, {0: str(error)})
-                raise
-            return BulkOutcome(matched, {})
-        try:
-            with self._call(timeout_s):
-                result = self._collection.bulk_write(
-                    [UpdateOne(one.filter, one.pipeline) for one in batch], ordered=False
-                )
-        except BulkWriteError as error:
-            failures = error.details.get("writeErrors", [])
-            if error.details.get("writeConcernErrors"):
-                raise StoreUnavailable(str(error.details["writeConcernErrors"])[:500]) from error
-            if any(failure.get("code") in _PASSING_CODES for failure in failures):
-                raise StoreUnavailable(str(failures[0].get("errmsg"))[:500]) from error
-            return BulkOutcome(
-                error.details.get("nMatched", 0),
-                {f["index"]: str(f.get("errmsg", f.get("code")))[:500] for f in failures},
-            )
-        return BulkOutcome(result.matched_count, {})
 
     def delete(self, key: str, *, session: ClientSession | None = None) -> bool:
         with self._call():

@@ -11,6 +11,8 @@ lost a race or was applied before, and may be repeated at will.
 
 from mscheduler_sync._storage.statements.attempts import (
     EXPIRED_REASON,
+    Failure,
+    Ref,
     attempt_state,
     claim,
     claimed,
@@ -26,6 +28,7 @@ from mscheduler_sync._storage.statements.base import (
     READABLE,
     Find,
     Update,
+    one_or_in,
 )
 from mscheduler_sync._storage.statements.discovery import (
     INDEXES,
@@ -55,7 +58,9 @@ __all__ = [
     "INDEXES",
     "NOBODY",
     "READABLE",
+    "Failure",
     "Find",
+    "Ref",
     "Update",
     "attempt_state",
     "cancel",
@@ -72,6 +77,7 @@ __all__ = [
     "heartbeat",
     "lanes_of",
     "mark_interrupted",
+    "one_or_in",
     "release",
     "repair",
     "resend",

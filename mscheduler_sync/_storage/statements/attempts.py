@@ -7,40 +7,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import attrs
+
 from mscheduler_sync._storage import expressions as x
-from mscheduler_sync._storage.statements.base import READABLE, Document, Find, Update
+from mscheduler_sync._storage.statements.base import READABLE, Document, Find, Update, one_or_in
 from mscheduler_sync._storage.statements.discovery import eligible_name
 
 EXPIRED_REASON: Final = "LeaseExpired: the worker stopped renewing its lease"
 
 
+#: (key, running_id)
+Ref = tuple[str, str]
+
+
 def claim(
-    key: str,
-    running_id: str,
+    refs: Sequence[Ref],
     worker_id: str,
     *,
     names: Sequence[str | None] | None = None,
     elapsed_since_outage_ms: int | None = None,
 ) -> Update:
     """
-    Settle expired attempts, then add an attempt of *worker_id* if the task allows it now.
+    Settle expired attempts, then add an attempt of *worker_id* to each task that allows it now.
 
-    Repeating the statement changes nothing where *running_id* stands already.
+    Repeating the statement changes nothing where the running_id stands already.
     """
+    keys, running_ids = _split(refs)
     mine = {"$eq": ["$$e.worker_id", x.literal(worker_id)]}
     mine_undecided = x.attempts_where({"$and": [mine, {"$not": [x.E_FAILED]}]})
     mine_failed = x.attempts_where({"$and": [mine, x.E_FAILED]})
     may = {
         "$and": [
-            {"$lte": ["$_tally.ready", x.NOW]},
-            {
-                "$lt": [
-                    {"$add": ["$_tally.ok", "$_tally.open"]},
-                    "$task_option.concurrent_worker_cnt",
-                ]
-            },
-            {"$not": ["$_tally.spent"]},
-            {"$not": [x.has("cancel.time")]},
+            "$$free",
+            {"$lte": ["$$ready", x.NOW]},
             {"$eq": [{"$size": mine_undecided}, 0]},
             {
                 "$or": [
@@ -52,54 +51,38 @@ def claim(
     }
     lease_end = x.server_now_plus(x.number_at("task_option.worker_timeout_ms"))
     attempt = {
-        "running_id": x.literal(running_id),
+        "running_id": x.one_of(running_ids, x.position_of_task(keys)),
         "worker_id": x.literal(worker_id),
         "ping_expire_time": lease_end,
         "success_time": None,
         "fail_time": None,
         "claim_time": x.NOW,
     }
-    attempts = f"${x.ATTEMPTS}"
     return Update(
+        keys=keys,
         filter={
-            "key": key,
+            "key": one_or_in(keys),
             **READABLE,
             "task_option.specific_worker_ids": {"$in": [None, [], worker_id]},
-            f"{x.ATTEMPTS}.running_id": {"$ne": running_id},
+            f"{x.ATTEMPTS}.running_id": {"$nin": running_ids},
             **eligible_name(names),
         },
         pipeline=[
             *x.settle(EXPIRED_REASON, elapsed_since_outage_ms=elapsed_since_outage_ms),
-            x.tally(),
-            {"$set": {"_may": may}},
-            {
-                "$set": {
-                    x.ATTEMPTS: {
-                        "$cond": ["$_may", {"$concatArrays": [attempts, [attempt]]}, attempts]
-                    },
-                    "_tally.open": {"$add": ["$_tally.open", {"$cond": ["$_may", 1, 0]}]},
-                    "_tally.lease_end": {
-                        "$min": [
-                            "$_tally.lease_end",
-                            {"$cond": ["$_may", lease_end, "$_tally.lease_end"]},
-                        ]
-                    },
-                }
-            },
-            {"$unset": "_may"},
-            *x.derive(),
+            *x.derive(may_add=lambda: may, added=attempt, lease_end=lease_end),
         ],
     )
 
 
-def claimed(keys: Sequence[str], running_ids: Sequence[str]) -> Find:
+def claimed(refs: Sequence[Ref]) -> Find:
     """
-    Read back the tasks *keys* in which one of *running_ids* stands. Index: key.
+    Read back the tasks in which one of the attempts stands. Index: key.
     """
+    keys, running_ids = _split(refs)
     return Find(
         filter={
-            "key": {"$in": list(keys)} if len(keys) > 1 else keys[0],
-            f"{x.ATTEMPTS}.running_id": {"$in": list(running_ids)},
+            "key": one_or_in(keys),
+            f"{x.ATTEMPTS}.running_id": {"$in": running_ids},
         },
         projection={f"{x.ATTEMPTS}.returns": 0},
         sort=[],
@@ -107,36 +90,54 @@ def claimed(keys: Sequence[str], running_ids: Sequence[str]) -> Find:
     )
 
 
-def _of_open_attempt(key: str, running_id: str, pipeline: list[x.Stage]) -> Update:
+def _split(refs: Sequence[Ref]) -> tuple[list[str], list[str]]:
+    return [key for key, _ in refs], [running_id for _, running_id in refs]
+
+
+def _of_open_attempts(refs: Sequence[Ref], facts: Document) -> Update:
+    """
+    Set *facts* in each task whose attempt is open.
+    """
+    keys, running_ids = _split(refs)
     return Update(
+        keys=keys,
         filter={
-            "key": key,
+            "key": one_or_in(keys),
             **READABLE,
             x.ATTEMPTS: {
                 "$type": "array",
                 "$elemMatch": {
-                    "running_id": running_id,
+                    "running_id": {"$in": running_ids},
                     "success_time": None,
                     "fail_time": None,
                 },
             },
         },
-        pipeline=[*pipeline, x.tally(), *x.derive()],
+        pipeline=[{"$set": facts}, *x.derive()],
     )
 
 
-def heartbeat(key: str, running_id: str, *, progress: object = None) -> Update:
+def heartbeat(refs: Sequence[Ref], *, progress: object = None) -> Update:
     """
-    Extend the lease to the server's now plus the task's lease; never back.
+    Extend the leases to the server's now plus the task's lease; never back.
 
-    *progress*, when given, is stored with it.
+    *progress*, when given, is stored with it (of one task).
     """
     lease_end = x.server_now_plus(x.number_at("task_option.worker_timeout_ms"))
     changes = {"ping_expire_time": {"$max": ["$$e.ping_expire_time", lease_end]}}
-    facts: Document = {x.ATTEMPTS: x.replace_attempt(running_id, changes), "beat": x.NOW}
-    if progress is not None:
-        facts["progress"] = x.literal(progress)
-    return _of_open_attempt(key, running_id, [{"$set": facts}])
+    _, running_ids = _split(refs)
+    return _of_open_attempts(
+        refs,
+        {
+            x.ATTEMPTS: x.replace_attempts(running_ids, changes),
+            "beat": x.NOW,
+            **_progress(progress),
+        },
+    )
+
+
+def _progress(progress: object) -> Document:
+    return {} if progress is None else {"progress": x.literal(progress)}
 
 
 def attempt_state(keys: Sequence[str]) -> Find:
@@ -144,7 +145,7 @@ def attempt_state(keys: Sequence[str]) -> Find:
     What a heartbeat must learn of its tasks: the attempts, options and a cancel request.
     """
     return Find(
-        filter={"key": {"$in": list(keys)} if len(keys) > 1 else keys[0]},
+        filter={"key": one_or_in(keys)},
         projection={
             "key": 1,
             "cancel": 1,
@@ -160,80 +161,91 @@ def attempt_state(keys: Sequence[str]) -> Find:
     )
 
 
-def succeed(key: str, running_id: str, returns: object, *, progress: object = None) -> Update:
+def succeed(refs: Sequence[Ref], returns: Sequence[object], *, progress: object = None) -> Update:
     """
-    End the attempt as succeeded, with the value that the function returned.
+    End the attempts as succeeded, with the values that the functions returned.
     """
-    changes = {"success_time": x.NOW, "returns": x.literal(returns)}
-    facts: Document = {x.ATTEMPTS: x.replace_attempt(running_id, changes)}
-    if progress is not None:
-        facts["progress"] = x.literal(progress)
-    return _of_open_attempt(key, running_id, [{"$set": facts}])
+    _, running_ids = _split(refs)
+    changes = {
+        "success_time": x.NOW,
+        "returns": x.one_of(returns, x.position_of_attempt(running_ids)),
+    }
+    attempts = x.replace_attempts(running_ids, changes)
+    return _of_open_attempts(refs, {x.ATTEMPTS: attempts, **_progress(progress)})
 
 
-def fail(
-    key: str,
-    running_id: str,
-    reason: str,
-    *,
-    retry_delay_ms: int,
-    for_good: bool = False,
-    progress: object = None,
-) -> Update:
+@attrs.frozen
+class Failure:
     """
-    End the attempt as failed; the task is due again *retry_delay_ms* later if attempts are left.
+    How one attempt failed.
     """
+
+    reason: str
+    retry_delay_ms: int
+    for_good: bool = False
+
+
+def fail(refs: Sequence[Ref], failures: Sequence[Failure], *, progress: object = None) -> Update:
+    """
+    End the attempts as failed; a task is due again after its delay if attempts are left.
+    """
+    _, running_ids = _split(refs)
+    position = x.position_of_attempt(running_ids)
     changes: Document = {
         "fail_time": x.NOW,
-        "fail_reason": x.literal(reason),
-        "retry_time": x.server_now_plus(retry_delay_ms),
+        "fail_reason": x.one_of([f.reason for f in failures], position),
+        "retry_time": x.server_now_plus(x.one_of([f.retry_delay_ms for f in failures], position)),
     }
-    if for_good:
-        changes["final"] = True
-    facts: Document = {x.ATTEMPTS: x.replace_attempt(running_id, changes)}
-    if progress is not None:
-        facts["progress"] = x.literal(progress)
-    return _of_open_attempt(key, running_id, [{"$set": facts}])
+    if any(failure.for_good for failure in failures):
+        changes["final"] = x.one_of([failure.for_good for failure in failures], position)
+    attempts = x.replace_attempts(running_ids, changes)
+    return _of_open_attempts(refs, {x.ATTEMPTS: attempts, **_progress(progress)})
 
 
-def release(key: str, running_id: str) -> Update:
+def release(refs: Sequence[Ref]) -> Update:
     """
-    Give the attempt back, unused: its element is removed and counted.
+    Give the attempts back, unused: their elements are removed and counted.
     """
-    return _remove(key, running_id, "released", {})
+    return _remove(refs, "released", {})
 
 
-def snooze(key: str, running_id: str, *, delay_ms: int) -> Update:
+def snooze(refs: Sequence[Ref], delays_ms: Sequence[int]) -> Update:
     """
-    Give the attempt back, unused, and start the task *delay_ms* from now at the earliest.
+    Give the attempts back, unused, and start each task its delay from now at the earliest.
     """
-    return _remove(
-        key, running_id, "snoozed", {"task_state.start_time": x.server_now_plus(delay_ms)}
+    keys, _ = _split(refs)
+    delay = x.one_of(delays_ms, x.position_of_task(keys))
+    return _remove(refs, "snoozed", {"task_state.start_time": x.server_now_plus(delay)})
+
+
+def _remove(refs: Sequence[Ref], counter: str, facts: Document) -> Update:
+    _, running_ids = _split(refs)
+    return _of_open_attempts(
+        refs,
+        {
+            x.ATTEMPTS: x.attempts_where({"$not": [x.is_one_of(running_ids)]}),
+            f"counters.{counter}": {"$add": [x.number_at(f"counters.{counter}"), 1]},
+            **facts,
+        },
     )
 
 
-def _remove(key: str, running_id: str, counter: str, facts: Document) -> Update:
-    changes = {
-        x.ATTEMPTS: x.attempts_where({"$not": [x.is_attempt(running_id)]}),
-        f"counters.{counter}": {"$add": [x.number_at(f"counters.{counter}"), 1]},
-        **facts,
-    }
-    return _of_open_attempt(key, running_id, [{"$set": changes}])
-
-
-def mark_interrupted(key: str, running_id: str) -> Update:
+def mark_interrupted(refs: Sequence[Ref]) -> Update:
     """
-    Say that a stop left this attempt behind: once its lease ends it is removed, not counted.
+    Say that a stop left the attempts behind: once a lease ends, its attempt is not counted.
     """
-    attempts = x.replace_attempt(running_id, {"interrupted": True})
-    return _of_open_attempt(key, running_id, [{"$set": {x.ATTEMPTS: attempts}}])
+    _, running_ids = _split(refs)
+    return _of_open_attempts(
+        refs, {x.ATTEMPTS: x.replace_attempts(running_ids, {"interrupted": True})}
+    )
 
 
-def repair(key: str) -> Update:
+def repair(keys: Sequence[str]) -> Update:
     """
-    Recompute the derived fields of a document that a Rust worker or a person wrote or changed.
+    Recompute the derived fields of documents that a Rust worker or a person wrote or changed.
     """
     return Update(
-        filter={"key": key, **READABLE},
-        pipeline=[x.lanes(), x.tally(), *x.derive()],
+        keys=list(keys),
+        filter={"key": one_or_in(keys), **READABLE},
+        pipeline=[x.lanes(), *x.derive()],
     )

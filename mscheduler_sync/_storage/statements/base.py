@@ -4,6 +4,7 @@ What all statements share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import attrs
@@ -25,9 +26,10 @@ READABLE: Final[Document] = {
 @attrs.frozen
 class Update:
     """
-    One conditional write of one document.
+    One conditional write of each of some documents, all in one command.
     """
 
+    keys: Sequence[str]
     filter: Document
     pipeline: list[x.Stage]
 
@@ -42,3 +44,10 @@ class Find:
     projection: Document
     sort: list[tuple[str, int]]
     limit: int
+
+
+def one_or_in(keys: Sequence[str]) -> object:
+    """
+    The shortest condition for *keys* (at most 100: longer lists cost the server dearly).
+    """
+    return keys[0] if len(keys) == 1 else {"$in": list(keys)}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from mscheduler_sync._storage import expressions as x
-from mscheduler_sync._storage.statements.base import Document, Find
+from mscheduler_sync._storage.statements.base import Document, Find, one_or_in
 
 #: (keys, options). The crate's own two indexes coexist: same name and options for ``key``.
 INDEXES: Final[list[tuple[list[tuple[str, int]], Document]]] = [
@@ -107,7 +107,7 @@ def discovered_by_key(keys: Sequence[str]) -> Find:
     What discovery needs to know of the tasks *keys* (at most 100). Index: key.
     """
     return Find(
-        filter={"key": {"$in": list(keys)}},
+        filter={"key": one_or_in(keys)},
         projection={**_DISCOVERED, "lanes": 1},
         sort=[],
         limit=len(keys),
@@ -119,7 +119,7 @@ def whole(keys: Sequence[str]) -> Find:
     The tasks *keys* (at most 100) without their results. Index: key.
     """
     return Find(
-        filter={"key": {"$in": list(keys)}},
+        filter={"key": one_or_in(keys)},
         projection={f"{x.ATTEMPTS}.returns": 0},
         sort=[],
         limit=len(keys),

@@ -81,9 +81,9 @@ def resend(
         path: {"$cond": ["$_may", value, _unchanged(path)]} for path, value in changes.items()
     }
     return Update(
+        keys=[key],
         filter={"key": key, **READABLE},
         pipeline=[
-            x.tally(),
             *x.derive(),
             {
                 "$set": {
@@ -94,7 +94,6 @@ def resend(
             {"$set": guarded},
             {"$unset": ["_may", "_ended"]},
             x.lanes(),
-            x.tally(),
             *x.derive(),
         ],
     )
@@ -139,9 +138,9 @@ def cancel(key: str) -> Update:
         ]
     }
     return Update(
+        keys=[key],
         filter={"key": key, **READABLE},
         pipeline=[
-            x.tally(),
             *x.derive(),
             {"$set": {"cancel": request}},
             {
@@ -156,7 +155,6 @@ def cancel(key: str) -> Update:
                 }
             },
             x.lanes(),
-            x.tally(),
             *x.derive(),
         ],
     )
