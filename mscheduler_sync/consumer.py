@@ -205,7 +205,7 @@ class Consumer:
         )
         if os.getpid() != self._pid:
             return StopReport()
-        if threading.current_thread().name.startswith(f"ms-exec:{self.worker_id}"):
+        if self._parts is not None and self._parts.executor.is_running_here():
             self.request_stop()
             return StopReport()
         with self._lock:

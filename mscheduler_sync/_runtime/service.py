@@ -33,8 +33,9 @@ class PartHealth:
     failures_in_a_row: int = 0
 
     def note_error(self, error: BaseException) -> None:
-        cause = error.__cause__ or error
-        self.last_error = f"{type(cause).__name__}: {cause}"[:500]
+        # A store error's text names the driver's error and is free of documents.
+        is_plain = isinstance(error, StoreError)
+        self.last_error = (str(error) if is_plain else f"{type(error).__name__}: {error}")[:500]
         self.last_error_at_s = time.monotonic()
         self.failures_in_a_row += 1
 

@@ -88,14 +88,14 @@ class Assembly:
             on_crash=on_crash,
         )
         self._heartbeats = Heartbeats(store, worker_id, on_stuck=running.give_up, on_crash=on_crash)
-        self._executor = Executor(
+        self.executor = Executor(
             worker_id=worker_id,
             function_of=function_of,
             around=settings.around,
             value_limit_bytes=settings.result_limit_bytes,
             on_end=running.ended,
         )
-        running.connect(self._executor, self._heartbeats, self.writer)
+        running.connect(self.executor, self._heartbeats, self.writer)
         self.fetcher = Fetcher(
             store,
             lanes,
@@ -153,14 +153,14 @@ class Assembly:
         self.writer.drain(max(0.0, deadline_s - time.monotonic()))
         for service in (self._heartbeats, self.writer):
             service.request_stop()
-        self._executor.close()
+        self.executor.close()
         # Half a second more for threads to notice; calls keep to their own time-outs.
         last_s = max(deadline_s, time.monotonic()) + 0.5
         for service in self.services:
             service.join(last_s - time.monotonic())
         # Threads of abandoned functions are not waited for.
         wait_s = 0.0 if abandoned else last_s - time.monotonic()
-        threads = self._executor.join_threads(wait_s)
+        threads = self.executor.join_threads(wait_s)
         finished, released = self._running.stop_report()
         left = [attempt.key for attempt in abandoned]
         unstored = [key for key in self.writer.unstored() if key not in left]

@@ -5,6 +5,7 @@ Where everything that was discovered goes through on its way into the delay queu
 from __future__ import annotations
 
 import datetime as dt
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -97,7 +98,7 @@ class Candidates:
             if key in self._set_aside:
                 return False
             due_s = max(due_s, self._not_before_s.get(key, due_s))
-        is_number = isinstance(priority, (int, float)) and priority == priority  # noqa: PLR0124
+        is_number = isinstance(priority, (int, float)) and math.isfinite(priority)
         queued = self._queue.push(key, due_s, int(priority) if is_number and priority else 0)
         if queued and self._hub.has_listeners:
             self._hub.publish(WaitOccupy(key=key, next_occupy_time=self._clock().at(due_s)))

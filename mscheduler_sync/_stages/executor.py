@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,7 @@ class Executor:
         self._around = around
         self._value_limit_bytes = value_limit_bytes
         self._on_end = on_end
+        self._inside = threading.local()
 
     def submit(self, attempt: HeldAttempt) -> None:
         """
@@ -69,6 +71,12 @@ class Executor:
             RuntimeError: If the pool or the interpreter is shutting down; nothing was started.
         """
         self._pool.submit(self._run, attempt)
+
+    def is_running_here(self) -> bool:
+        """
+        Whether the calling thread is in the middle of an attempt of this executor.
+        """
+        return bool(getattr(self._inside, "now", False))
 
     def close(self) -> None:
         """
@@ -88,6 +96,7 @@ class Executor:
         return [thread.name for thread in threads if thread.is_alive()]
 
     def _run(self, attempt: HeldAttempt) -> None:
+        self._inside.now = True
         attempt.started_at_s = time.monotonic()
         reach("before_function")
         try:
@@ -96,6 +105,7 @@ class Executor:
             outcome = Failed(failure.describe(error))
         reach("after_function")
         attempt.document = None
+        self._inside.now = False
         self._on_end(attempt, outcome)
 
     def _call(self, attempt: HeldAttempt) -> Outcome:

@@ -64,7 +64,7 @@ class Fetcher(Service):
         self._changed = threading.Condition()
         # All under _changed.
         self._wanted = True
-        self._lookups: dict[object, None] = {}
+        self._lookups: dict[object, bool] = {}
         self._passes = 0
         self._in_pass = False
         # Of this thread alone.
@@ -84,13 +84,13 @@ class Fetcher(Service):
             self._wanted = True
             self._changed.notify_all()
 
-    def look_up(self, document_id: object) -> None:
+    def look_up(self, document_id: object, *, is_foreign: bool = False) -> None:
         """
-        Read this document and queue it if it is claimable.
+        Read this document and queue it if it is claimable; after a repair if *is_foreign*.
         """
         with self._changed:
             if len(self._lookups) < _MOST_LOOKUPS:
-                self._lookups[document_id] = None
+                self._lookups[document_id] = is_foreign or self._lookups.get(document_id, False)
             else:
                 self._wanted = True
             self._changed.notify_all()
@@ -165,7 +165,7 @@ class Fetcher(Service):
                 self._wanted = self._wanted or not done
                 self._changed.notify_all()
 
-    def _next_work(self) -> tuple[list[object], bool]:
+    def _next_work(self) -> tuple[list[tuple[object, bool]], bool]:
         with self._changed:
             while not self.stopping:
                 now_s = time.monotonic()
@@ -175,7 +175,7 @@ class Fetcher(Service):
                     due_s = min(due_s, dropped_s)
                 whole = self._wanted or due_s <= now_s
                 if self._lookups or whole:
-                    lookups = list(self._lookups)
+                    lookups = list(self._lookups.items())
                     self._lookups.clear()
                     self._wanted = False
                     self._in_pass = whole
@@ -183,15 +183,17 @@ class Fetcher(Service):
                 self._changed.wait(min(due_s - now_s, threading.TIMEOUT_MAX))
             return [], False
 
-    def _look_up(self, ids: list[object]) -> None:
-        for start in range(0, len(ids), CHUNK):
-            found = self._store.find(statements.discovered_by_id(ids[start : start + CHUNK]))
+    def _look_up(self, lookups: list[tuple[object, bool]]) -> None:
+        for start in range(0, len(lookups), CHUNK):
+            chunk = dict(lookups[start : start + CHUNK])
+            found = self._store.find(statements.discovered_by_id(list(chunk)))
             until = self._horizon_end()
             for document in found:
                 fields = self._decoded(document)
                 if fields is None:
                     continue
-                if fields.get("lanes") is None or fields.get("due") is None:
+                is_foreign = chunk.get(fields.get("_id"), False)
+                if is_foreign or fields.get("lanes") is None or fields.get("due") is None:
                     self._adopt(fields.get("key"))
                 elif self._lanes.include(fields["lanes"]) and fields["due"] <= until:
                     self._candidates.offer(fields)

@@ -131,7 +131,9 @@ class Watcher(Service):
         due = fields.get("due") if isinstance(fields, Mapping) else None
         if due is not None and not self._is_soon(due):
             return
-        self._fetcher.look_up(document_key.get("_id"))
+        # A change that leaves our derived fields alone is another program's: they may be stale.
+        is_foreign = not (isinstance(fields, Mapping) and fields)
+        self._fetcher.look_up(document_key.get("_id"), is_foreign=is_foreign)
 
     def _take_document(self, document: Mapping[str, Any], document_key: object) -> None:
         if document.get("lanes") is None or document.get("due") is None:
@@ -157,7 +159,7 @@ class Watcher(Service):
         return at_s <= time.monotonic() + self._candidates.horizon_s()
 
     def _poll_instead(self, error: OperationFailure) -> None:
-        self.health.note_error(error)
+        self.health.note_error(translated(error))
         if not self._told_about_polling:
             self._told_about_polling = True
             _log.warning(
@@ -166,7 +168,7 @@ class Watcher(Service):
                     "event": "polling",
                     "worker_id": self._lanes.worker_id,
                     "code": error.code,
-                    "error": str(error)[:300],
+                    "error": str(translated(error)),
                 },
             )
         self.pause(REPROBE_S)

@@ -68,8 +68,18 @@ def translated(error: PyMongoError) -> StoreError:
         or code in _PASSING_CODES
         or any(error.has_error_label(label) for label in _PASSING_LABELS)
     )
-    text = f"{type(error).__name__}: {error}"[:1000]
-    return StoreUnavailable(text) if passing else StoreRejected(text)
+    return StoreUnavailable(_text(error)) if passing else StoreRejected(_text(error))
+
+
+def _text(error: PyMongoError) -> str:
+    """
+    What went wrong, without the reply in full: that may hold parts of documents.
+    """
+    details = error.details if isinstance(error, OperationFailure) else None
+    if not isinstance(details, Mapping) or "errmsg" not in details:
+        return f"{type(error).__name__}: {error}"[:500]
+    name = details.get("codeName", "no name")
+    return f"{type(error).__name__}: {details['errmsg']} (code {details.get('code')}, {name})"[:500]
 
 
 @attrs.frozen
@@ -194,18 +204,23 @@ class TaskStore:
             try:
                 with self._call(60.0):
                     self._collection.create_index(keys, **options)
-            except StoreRejected as error:
-                if self._complaints.is_new("indexes"):
-                    _log.warning(
-                        "an index could not be created; tasks work, slower",
-                        extra={
-                            "event": "index_refused",
-                            "index": options["name"],
-                            "error": str(error)[:500],
-                        },
-                    )
+            except (StoreRejected, DuplicateKeyError) as error:
+                self._complain_of_index(str(options["name"]), error)
         with self._lock:
             self._indexes_done = True
+
+    def _complain_of_index(self, name: str, error: Exception) -> None:
+        if isinstance(error, DuplicateKeyError):
+            # Not slower but wrong: two tasks under one key.
+            _log.error(
+                "several documents have the same key; mend the collection",
+                extra={"event": "duplicate_keys", "index": name},
+            )
+        elif self._complaints.is_new("indexes"):
+            _log.warning(
+                "an index could not be created; tasks work, slower",
+                extra={"event": "index_refused", "index": name, "error": str(error)[:500]},
+            )
 
     def forget_indexes(self) -> None:
         """

@@ -178,6 +178,7 @@ def watch_pipeline() -> list[x.Stage]:
                 "fullDocument.task_option.priority": 1,
                 "fullDocument.task_option.worker_timeout_ms": 1,
                 f"{changed}.due": 1,
+                f"{changed}.status": 1,
             }
         },
     ]
