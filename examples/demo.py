@@ -120,18 +120,21 @@ def demonstrate(tasks: Collection[Any], uri: str, paths: Sequence[str], screen: 
         screen.say(f"worker-3 starts; a lease of {LEASE_S:g} s, counted from the claim, ends first")
 
         def all_done() -> bool:
+            done = screen.progress(producer.count(status="succeeded"))
             for key in list(held):
                 taken_over = takeover(producer.get(key))
                 if taken_over is not None:
                     held.remove(key)
                     worker_id, after_s = taken_over
                     screen.say(f"  {key}  taken over by {worker_id} after {after_s:.1f} s")
-            return screen.progress(producer.count(status="succeeded")) == len(paths)
+            return done == len(paths)
 
         fleet.wait_until(all_done, screen)
         took_s = time.monotonic() - began_s
         screen.say("all tasks have succeeded; the workers stop (SIGTERM)")
-    return check(producer, paths, took_s, screen)
+    for worker_id in fleet.not_ended_well:
+        screen.say(f"FAILED: {worker_id} did not end by itself within 10 s, or not with status 0")
+    return check(producer, paths, took_s, screen) and not fleet.not_ended_well
 
 
 def takeover(task: Task | None) -> tuple[str, float] | None:
@@ -202,6 +205,7 @@ class Fleet:
         self._uri, self._database = uri, database
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
         self._pause = threading.Event()
+        self.not_ended_well: list[str] = []
 
     def __enter__(self) -> Fleet:
         return self
@@ -251,17 +255,17 @@ class Fleet:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
-        for process in self._workers.values():
-            self._end(process)
+        for worker_id, process in self._workers.items():
+            if self._end(process) != 0:
+                self.not_ended_well.append(worker_id)
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
+    def _end(self, process: subprocess.Popen[bytes]) -> int:
         assert process.stdin is not None
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
-        finally:
-            process.kill()
-            process.stdin.close()
-            process.wait()
+        process.kill()
+        process.stdin.close()
+        return process.wait()
 
 
 def held_by(worker_id: str, producer: Producer) -> list[str]:
@@ -303,6 +307,8 @@ class Screen:
             self._done, self._moved_at_s = done, time.monotonic()
         if self._is_terminal:
             self._draw()
+            if before < done == self.total:
+                print()
         elif done * 10 // self.total > before * 10 // self.total:
             print(self._text(), flush=True)
         return done
@@ -376,7 +382,11 @@ def main() -> int:
         print("\ninterrupted; the workers and the server have been stopped", file=sys.stderr)
         return 130
     except MSchedulerError as error:
-        print(f"\n{error}", file=sys.stderr)
+        print(f"\nthe demonstration cannot go on: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever read this has gone; nothing may be written at the exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
