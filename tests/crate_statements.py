@@ -22,14 +22,8 @@ Document = dict[str, Any]
 FIRST_LEASE: Final = dt.timedelta(seconds=10)
 STATES: Final = "task_state.worker_states"
 
-#: (keys, options) of the crate's ``ensure_index``.
-INDEXES: Final[list[tuple[list[tuple[str, int]], Document]]] = [
-    ([("key", 1)], {"name": "key", "unique": True, "background": True}),
-    (
-        [("key", 1), ("task_state.worker_states.worker_id", 1)],
-        {"name": "key_worker_id", "unique": True, "background": True},
-    ),
-]
+#: Keys and options of an index.
+Index = tuple[list[tuple[str, int]], Document]
 
 
 @attrs.frozen
@@ -73,22 +67,20 @@ def _not_completely_failed(worker_id: str) -> Document:
     mine_failed = {
         "$and": [{"$eq": ["$$item.worker_id", worker_id]}, {"$ne": ["$$item.fail_time", None]}]
     }
-    return {"$expr": {"$lt": [_count(mine_failed), "$task_option.max_unexpected_retries"]}}
+    return {"$lt": [_count(mine_failed), "$task_option.max_unexpected_retries"]}
 
 
 def _not_running_here(worker_id: str, now: dt.datetime) -> Document:
     mine_live = {"$and": [{"$eq": ["$$item.worker_id", worker_id]}, _live(now)]}
-    return {"$expr": {"$eq": [_count(mine_live), 0]}}
+    return {"$eq": [_count(mine_live), 0]}
 
 
 def _has_room(now: dt.datetime) -> Document:
     return {
-        "$expr": {
-            "$lt": [
-                {"$add": [_count(_SUCCEEDED), _count(_live(now))]},
-                "$task_option.concurrent_worker_cnt",
-            ]
-        }
+        "$lt": [
+            {"$add": [_count(_SUCCEEDED), _count(_live(now))]},
+            "$task_option.concurrent_worker_cnt",
+        ]
     }
 
 
@@ -105,11 +97,11 @@ def _not_completely_successful() -> Document:
     """
     The crate compares with the retries, and for being unequal: a fault of its own.
     """
-    return {"$expr": {"$ne": [_count(_SUCCEEDED), "$task_option.max_unexpected_retries"]}}
+    return {"$ne": [_count(_SUCCEEDED), "$task_option.max_unexpected_retries"]}
 
 
 def _wants_successes() -> Document:
-    return {"$expr": {"$lt": [_count(_SUCCEEDED), "$task_option.concurrent_worker_cnt"]}}
+    return {"$lt": [_count(_SUCCEEDED), "$task_option.concurrent_worker_cnt"]}
 
 
 def _running_attempt(key: str, running_id: str, worker_id: str) -> Document:
@@ -135,6 +127,8 @@ class Statements:
     """
 
     name: str
+    #: What the crate's ``ensure_index`` makes.
+    indexes: Sequence[Index]
 
     def send(
         self,
@@ -207,13 +201,15 @@ class Statements:
         The filter of the batch scan, which reads ten documents in no order.
         """
         return {
-            "$and": [
-                _not_completely_successful(),
-                _allowed(worker_id),
-                _not_completely_failed(worker_id),
-                _not_running_here(worker_id, now),
-                _wants_successes(),
-            ]
+            **_allowed(worker_id),
+            "$expr": {
+                "$and": [
+                    _not_completely_successful(),
+                    _not_completely_failed(worker_id),
+                    _not_running_here(worker_id, now),
+                    _wants_successes(),
+                ]
+            },
         }
 
     def watch(self, worker_id: str, opened: dt.datetime) -> list[Document]:
@@ -230,12 +226,14 @@ class Statements:
             {"$match": {"operationType": {"$in": ["insert", "replace", "update"]}}},
             {
                 "$match": {
-                    "$and": [
-                        _not_running_here(worker_id, opened),
-                        _allowed(worker_id),
-                        _not_completely_successful(),
-                        _not_completely_failed(worker_id),
-                    ]
+                    **_allowed(worker_id),
+                    "$expr": {
+                        "$and": [
+                            _not_running_here(worker_id, opened),
+                            _not_completely_successful(),
+                            _not_completely_failed(worker_id),
+                        ]
+                    },
                 }
             },
             {"$project": {"_id": 1, "operationType": 1, "ns": 1, "fullDocument": 1}},
@@ -243,17 +241,26 @@ class Statements:
 
     def _claim_filter(self, key: str, worker_id: str, now: dt.datetime) -> Document:
         return {
-            "$and": [
-                {"key": key},
-                _not_completely_failed(worker_id),
-                _not_running_here(worker_id, now),
-                _has_room(now),
-            ]
+            "key": key,
+            "$expr": {
+                "$and": [
+                    _not_completely_failed(worker_id),
+                    _not_running_here(worker_id, now),
+                    _has_room(now),
+                ]
+            },
         }
 
 
 class _Exact(Statements):
     name = "exact"
+    indexes = (
+        ([("key", 1)], {"name": "key", "unique": True, "background": True}),
+        (
+            [("key", 1), ("task_state.worker_states.worker_id", 1)],
+            {"name": "key_worker_id", "unique": True, "background": True},
+        ),
+    )
 
     def claim(self, key: str, running_id: str, worker_id: str, now: dt.datetime) -> Write:
         return Write(
@@ -322,6 +329,13 @@ class _Exact(Statements):
 
 class _Portable(Statements):
     name = "portable"
+    indexes = (
+        ([("key", 1)], {"name": "key", "unique": True}),
+        (
+            [("key", 1), ("task_state.worker_states.worker_id", 1)],
+            {"name": "key_worker_id", "unique": True},
+        ),
+    )
 
     def claim(self, key: str, running_id: str, worker_id: str, now: dt.datetime) -> Write:
         server_now = {"$toDate": {"$toLong": "$$NOW"}}
@@ -393,12 +407,9 @@ class _Portable(Statements):
 
 
 def _element(running_id: str, worker_id: str) -> Document:
-    return {
-        "e.running_id": running_id,
-        "e.worker_id": worker_id,
-        "e.fail_time": None,
-        "e.success_time": None,
-    }
+    # That it is open stands in the filter. Here, the embedded server would look at it again
+    # after each field that it has set.
+    return {"e.running_id": running_id, "e.worker_id": worker_id}
 
 
 EXACT: Final[Statements] = _Exact()

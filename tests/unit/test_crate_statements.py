@@ -16,7 +16,6 @@ from bson import Int64
 
 from tests.crate_statements import (
     EXACT,
-    INDEXES,
     PORTABLE,
     Document,
     Statements,
@@ -87,13 +86,14 @@ def test_portable_form_has_neither_bare_now_nor_positions() -> None:
 
 
 @pytest.mark.parametrize("name", ["ping", "mark success", "mark fail"])
-def test_array_filters_repeat_the_condition_of_the_filter(name: str) -> None:
+def test_array_filters_name_the_attempt_of_the_filter(name: str) -> None:
     """
-    ``$[e]`` is the element that the positional operator would take: the one that matched.
+    ``$[e]`` is the element that the positional operator would take: running ids are unique.
     """
     write = STATEMENTS[name](PORTABLE)
     condition = write.filter["task_state.worker_states"]["$elemMatch"]
-    assert write.array_filters == [{f"e.{name}": value for name, value in condition.items()}]
+    identity = {f"e.{name}": condition[name] for name in ("running_id", "worker_id")}
+    assert write.array_filters == [identity]
 
 
 def test_exact_form_uses_the_clock_of_each_side_where_the_crate_does() -> None:
@@ -122,13 +122,12 @@ def test_options_are_long_integers_as_the_crate_writes_them() -> None:
     assert [type(number) for number in numbers] == [Int64] * 6
 
 
-def test_indexes_have_the_names_of_the_crate() -> None:
+def test_indexes_differ_only_in_the_option_that_is_ignored() -> None:
     """
-    Two unique indexes, called ``key`` and ``key_worker_id``.
+    The exact indexes are the portable ones, made in the background.
     """
-    assert [(options["name"], options["unique"]) for _, options in INDEXES] == [
-        ("key", True),
-        ("key_worker_id", True),
+    assert list(EXACT.indexes) == [
+        (keys, {**options, "background": True}) for keys, options in PORTABLE.indexes
     ]
 
 
