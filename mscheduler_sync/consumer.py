@@ -159,7 +159,6 @@ class Consumer:
                 hub=self._hub,
                 names=None if self._router is None else self._router.names,
                 function_of=self._function_of,
-                on_main_thread_end=self.request_stop,
                 on_crash=self._on_crash,
             )
         _living.add(self)
@@ -473,4 +472,10 @@ def _stop_all() -> None:
             consumer.stop()
 
 
+# Best before the pools of concurrent.futures are joined: functions can still be told to end,
+# outcomes be stored, and nothing is claimed that cannot run any more. That hook has no public
+# name; without it the stop comes after the join.
+_register_early = getattr(threading, "_register_atexit", None)
+if _register_early is not None:
+    _register_early(_stop_all)
 atexit.register(_stop_all)

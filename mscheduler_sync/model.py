@@ -5,7 +5,6 @@ A task as the application sees it, read tolerantly from its document.
 from __future__ import annotations
 
 import datetime as dt
-import math
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NoReturn
 
@@ -128,52 +127,60 @@ def _is_failed(attempt: Attempt) -> bool:
 
 class _Reader:
     """
-    Takes typed fields out of a document and names the path of what is wrong.
+    Takes typed fields out of one level of a document and names the path of what is wrong.
     """
 
-    def __init__(self, document: Mapping[str, Any], key: object) -> None:
-        self._document = document
+    def __init__(self, fields: Any, key: object, *, prefix: str = "") -> None:
+        self._fields = fields
         self._key = key
+        self._prefix = prefix
 
-    def refuse(self, path: str, problem: str) -> NoReturn:
-        raise InvalidTask(self._key, path, problem)
+    def refuse(self, name: str, problem: str) -> NoReturn:
+        raise InvalidTask(self._key, self._prefix + name, problem)
 
-    def at(self, path: str) -> Any:
-        value: Any = self._document
-        for name in path.split("."):
-            if not isinstance(value, Mapping):
-                return None
-            value = value.get(name)
-        return value
-
-    def text(self, path: str) -> str:
-        value = self.at(path)
+    def text(self, name: str) -> str:
+        value = self._fields.get(name)
         if not isinstance(value, str):
-            self.refuse(path, f"must be a string, is {_kind(value)}")
+            self.refuse(name, f"must be a string, is {_kind(value)}")
         return value
 
-    def date(self, path: str) -> dt.datetime:
-        value = self.at(path)
+    def date(self, name: str) -> dt.datetime:
+        value = self._fields.get(name)
         if not isinstance(value, dt.datetime):
-            self.refuse(path, f"must be a date, is {_kind(value)}")
+            self.refuse(name, f"must be a date, is {_kind(value)}")
         return value
 
-    def whole(self, path: str, low: int, high: int) -> int:
-        value = self.at(path)
+    def date_or_none(self, name: str) -> dt.datetime | None:
+        value = self._fields.get(name)
+        return None if value is None else self.date(name)
+
+    def whole(self, name: str, low: int, high: int) -> int:
+        value = self._fields.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self.refuse(path, f"must be a number, is {_kind(value)}")
-        if not math.isfinite(value) or int(value) != value or not low <= value <= high:
-            self.refuse(path, f"must be a whole number from {low} to {high}, is {value!r}")
+            self.refuse(name, f"must be a number, is {_kind(value)}")
+        if not low <= value <= high or int(value) != value:
+            self.refuse(name, f"must be a whole number from {low} to {high}, is {value!r}")
         return int(value)
 
-    def fact(self, path: str, default: float, low: float, high: float) -> float:
-        """
-        A number of ours; whatever else stands there counts as *default*.
-        """
-        value = self.at(path)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return default
-        return float(value) if low <= value <= high else default
+
+def _fact(value: object, default: float, low: float, high: float) -> float:
+    """
+    A number of ours; whatever else stands there counts as *default*.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return default
+    return float(value) if low <= value <= high else default
+
+
+def _part(fields: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], _Reader]:
+    """
+    Raises:
+        InvalidTask: If there is no such sub-document.
+    """
+    part = fields.get(name)
+    if not isinstance(part, Mapping):
+        _Reader(fields, fields.get("key")).refuse(name, f"must be an object, is {_kind(part)}")
+    return part, _Reader(part, fields.get("key"), prefix=f"{name}.")
 
 
 def _kind(value: object) -> str:
@@ -183,7 +190,6 @@ def _kind(value: object) -> str:
 #: The path of a fault of the document as a whole.
 DOCUMENT: Final = "document"
 _FAR_MS: Final = 100 * 366 * 86_400_000
-_OPTION = "task_option."
 
 
 def read_task(document: RawBSONDocument, options: CodecOptions[Any]) -> Task:
@@ -203,6 +209,8 @@ def read_task(document: RawBSONDocument, options: CodecOptions[Any]) -> Task:
         progress = codec.thaw(document, "progress", options)
     except (BSONError, ValueError, OverflowError, UnicodeDecodeError) as error:
         raise InvalidTask(key, "params", f"cannot be decoded: {error}") from error
+    _, state = _part(fields, "task_state")
+    cancel = fields.get("cancel")
     finished_at = fields.get("finished_at")
     counters = fields.get("counters")
     name = fields.get("name")
@@ -212,11 +220,11 @@ def read_task(document: RawBSONDocument, options: CodecOptions[Any]) -> Task:
         name=name if isinstance(name, str) else None,
         params=params,
         status=status,
-        created_at=reader.date("task_state.create_time"),
-        start_at=reader.date("task_state.start_time"),
+        created_at=state.date("create_time"),
+        start_at=state.date("start_time"),
         due_at=due_at,
         finished_at=finished_at if isinstance(finished_at, dt.datetime) else None,
-        cancel_requested=reader.at("cancel.time") is not None,
+        cancel_requested=isinstance(cancel, Mapping) and cancel.get("time") is not None,
         options=read_options(fields),
         attempts=attempts,
         counters={
@@ -248,28 +256,30 @@ def read_options(fields: Mapping[str, Any]) -> TaskOptions:
     Raises:
         InvalidTask: If an option is missing or of the wrong kind.
     """
-    reader = _Reader(fields, fields.get("key"))
-    worker_ids = reader.at(_OPTION + "specific_worker_ids")
+    stored, reader = _part(fields, "task_option")
+    worker_ids = stored.get("specific_worker_ids")
     if worker_ids is None:
         worker_ids = []
     if not isinstance(worker_ids, list) or not all(isinstance(i, str) for i in worker_ids):
-        reader.refuse(_OPTION + "specific_worker_ids", "must be an array of strings")
-    backoff = reader.fact("retry.backoff", 1.0, 1.0, 1000.0)
-    max_delay_ms = reader.fact("retry.max_delay_ms", -1.0, 0.0, _FAR_MS)
-    timeout_ms = reader.fact("timeout_ms", -1.0, 1.0, _FAR_MS)
-    keep_ms = reader.fact("keep_ms", -1.0, 0.0, _FAR_MS)
+        reader.refuse("specific_worker_ids", "must be an array of strings")
+    retry = fields.get("retry")
+    if not isinstance(retry, Mapping):
+        retry = {}
+    max_delay_ms = _fact(retry.get("max_delay_ms"), -1.0, 0.0, _FAR_MS)
+    timeout_ms = _fact(fields.get("timeout_ms"), -1.0, 1.0, _FAR_MS)
+    keep_ms = _fact(fields.get("keep_ms"), -1.0, 0.0, _FAR_MS)
     return TaskOptions(
-        priority=reader.whole(_OPTION + "priority", -(2**31), 2**32),
-        concurrency=reader.whole(_OPTION + "concurrent_worker_cnt", 1, 1_000_000),
-        lease=reader.whole(_OPTION + "worker_timeout_ms", 1, _FAR_MS) / 1000,
-        heartbeat=reader.whole(_OPTION + "ping_interval_ms", 0, _FAR_MS) / 1000,
+        priority=reader.whole("priority", -(2**31), 2**32),
+        concurrency=reader.whole("concurrent_worker_cnt", 1, 1_000_000),
+        lease=reader.whole("worker_timeout_ms", 1, _FAR_MS) / 1000,
+        heartbeat=reader.whole("ping_interval_ms", 0, _FAR_MS) / 1000,
         worker_ids=tuple(worker_ids),
-        max_attempts=reader.whole(_OPTION + "max_unexpected_retries", 0, 2**32),
-        retry_delay=reader.whole(_OPTION + "unexpected_retry_delay_ms", 0, _FAR_MS) / 1000,
-        retry_backoff=backoff,
+        max_attempts=reader.whole("max_unexpected_retries", 0, 2**32),
+        retry_delay=reader.whole("unexpected_retry_delay_ms", 0, _FAR_MS) / 1000,
+        retry_backoff=_fact(retry.get("backoff"), 1.0, 1.0, 1000.0),
         retry_max_delay=None if max_delay_ms < 0 else max_delay_ms / 1000,
-        retry_jitter=reader.fact("retry.jitter", 0.0, 0.0, 1.0),
-        retry_scope="worker" if reader.at("retry.scope") == "worker" else "task",
+        retry_jitter=_fact(retry.get("jitter"), 0.0, 0.0, 1.0),
+        retry_scope="worker" if retry.get("scope") == "worker" else "task",
         timeout=None if timeout_ms < 0 else timeout_ms / 1000,
         keep_finished=None if keep_ms < 0 else keep_ms / 1000,
     )
@@ -280,44 +290,33 @@ def read_attempts(fields: Mapping[str, Any]) -> tuple[Attempt, ...]:
     Raises:
         InvalidTask: If the attempts are not an array of attempts.
     """
-    reader = _Reader(fields, fields.get("key"))
-    elements = reader.at("task_state.worker_states")
-    path = "task_state.worker_states"
+    state, reader = _part(fields, "task_state")
+    elements = state.get("worker_states")
     if not isinstance(elements, list):
-        reader.refuse(path, f"must be an array, is {_kind(elements)}")
-    attempts = []
-    for number, element in enumerate(elements):
-        if not isinstance(element, Mapping):
-            reader.refuse(f"{path}.{number}", f"must be an object, is {_kind(element)}")
-        inner = _Reader(element, fields.get("key"))
-        worker_id = inner.at("worker_id")
-        if not isinstance(worker_id, str):
-            problem = f"must be a string, is {_kind(worker_id)}"
-            reader.refuse(f"{path}.{number}.worker_id", problem)
-        times = {}
-        for name in ("ping_expire_time", "success_time", "fail_time", "claim_time", "retry_time"):
-            value = inner.at(name)
-            if value is not None and not isinstance(value, dt.datetime):
-                problem = f"must be a date, is {_kind(value)}"
-                reader.refuse(f"{path}.{number}.{name}", problem)
-            times[name] = value
-        reason = inner.at("fail_reason")
-        running_id = inner.at("running_id")
-        attempts.append(
-            Attempt(
-                running_id=running_id if isinstance(running_id, str) else None,
-                worker_id=worker_id,
-                lease_end=times["ping_expire_time"],
-                claimed_at=times["claim_time"],
-                succeeded_at=times["success_time"],
-                failed_at=times["fail_time"],
-                fail_reason=reason if isinstance(reason, str) else None,
-                retry_at=times["retry_time"],
-                final=inner.at("final") is True,
-                interrupted=inner.at("interrupted") is True,
-            )
-        )
-    return tuple(attempts)
+        reader.refuse("worker_states", f"must be an array, is {_kind(elements)}")
+    key = fields.get("key")
+    return tuple(_read_attempt(element, key, number) for number, element in enumerate(elements))
+
+
+def _read_attempt(element: object, key: object, number: int) -> Attempt:
+    place = f"task_state.worker_states.{number}"
+    if not isinstance(element, Mapping):
+        _Reader(element, key).refuse(place, f"must be an object, is {_kind(element)}")
+    reader = _Reader(element, key, prefix=place + ".")
+    reason = element.get("fail_reason")
+    running_id = element.get("running_id")
+    return Attempt(
+        running_id=running_id if isinstance(running_id, str) else None,
+        worker_id=reader.text("worker_id"),
+        lease_end=reader.date_or_none("ping_expire_time"),
+        claimed_at=reader.date_or_none("claim_time"),
+        succeeded_at=reader.date_or_none("success_time"),
+        failed_at=reader.date_or_none("fail_time"),
+        fail_reason=reason if isinstance(reason, str) else None,
+        retry_at=reader.date_or_none("retry_time"),
+        final=element.get("final") is True,
+        interrupted=element.get("interrupted") is True,
+    )
 
 
 def derive(fields: Mapping[str, Any], attempts: tuple[Attempt, ...]) -> tuple[Status, dt.datetime]:
@@ -331,7 +330,7 @@ def derive(fields: Mapping[str, Any], attempts: tuple[Attempt, ...]) -> tuple[St
         InvalidTask: If an option or the start time is missing or of the wrong kind.
     """
     options = read_options(fields)
-    start_at = _Reader(fields, fields.get("key")).date("task_state.start_time")
+    start_at = _part(fields, "task_state")[1].date("start_time")
     cancel = fields.get("cancel")
     is_cancelled = isinstance(cancel, Mapping) and cancel.get("time") is not None
     succeeded = sum(1 for attempt in attempts if attempt.succeeded_at is not None)

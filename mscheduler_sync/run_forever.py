@@ -18,7 +18,7 @@ from mscheduler_sync._stages.assembly import StopReport
 _log = logger("consumer")
 
 #: The main thread waits in slices, so that signals are seen on every system.
-_SLICE_S: Final = 0.5
+_SLICE_S: Final = 0.1
 #: How long the last update of a forced end may take, in seconds.
 _FORCE_S: Final = 2.0
 
@@ -85,11 +85,10 @@ def serve(
 
         # In a thread of its own, so that a second signal is answered whatever the stop waits for.
         stopping = threading.Thread(target=run, name="ms-stop", daemon=True)
-        seen = signals.count
         stopping.start()
         while stopping.is_alive():
             stopping.join(_SLICE_S)
-            if signals.count > max(seen, 1):
+            if signals.count > 1:
                 _log.warning(
                     "a second signal: the process ends now",
                     extra={"event": "forced_exit", "signal": signals.last},

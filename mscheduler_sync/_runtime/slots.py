@@ -18,6 +18,7 @@ class Slots:
         self._size = size
         self._taken = 0
         self._closed = False
+        self._wanted = 1
 
     @property
     def size(self) -> int:
@@ -49,6 +50,8 @@ class Slots:
         Returns 0 at once when `close` was called.
         """
         with self._changed:
+            # One taker at a time: who gives back need not wake it before it has enough.
+            self._wanted = at_least
             self._changed.wait_for(
                 lambda: self._closed or self._size - self._taken >= at_least, timeout_s
             )
@@ -68,7 +71,8 @@ class Slots:
     def give_back(self, count: int = 1) -> None:
         with self._changed:
             self._taken -= count
-            self._changed.notify_all()
+            if self._taken == 0 or self._size - self._taken >= self._wanted:
+                self._changed.notify_all()
 
     def close(self) -> None:
         """

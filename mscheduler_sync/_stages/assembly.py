@@ -5,7 +5,7 @@ The threads of a consumer: who hands to whom, and the order of starting and stop
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import attrs
@@ -68,7 +68,6 @@ class Assembly:
         hub: EventHub,
         names: Sequence[str | None] | None,
         function_of: FunctionOf,
-        on_main_thread_end: Callable[[], None],
         on_crash: CrashHandler,
     ) -> None:
         worker_id = settings.worker_id
@@ -82,7 +81,7 @@ class Assembly:
             store,
             worker_id,
             hub,
-            is_idle=lambda: slots.taken == 0,
+            held_count=lambda: running.count,
             on_settled=running.settled,
             on_failure=candidates.note_own_failure,
             on_crash=on_crash,
@@ -117,7 +116,6 @@ class Assembly:
             value_limit_bytes=settings.result_limit_bytes,
             start=running.start,
             on_low=self.fetcher.queue_runs_low,
-            on_main_thread_end=on_main_thread_end,
             on_crash=on_crash,
         )
         self.watcher: Watcher | None = None
@@ -206,5 +204,5 @@ class Assembly:
     def give_back_everything(self, timeout_s: float) -> None:
         self._store.deadline_s = time.monotonic() + timeout_s
         self.claimer.request_stop()
-        self._running.abandon()
+        self._running.give_back()
         self.writer.drain(timeout_s)

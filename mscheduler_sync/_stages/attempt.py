@@ -116,7 +116,7 @@ class HeldAttempt:
         #: Until when the lease is believed, on the monotonic clock.
         self.held_until_s = claimed_at_s + options.lease - lease_margin_s(options.lease, margin_s)
         #: Set once the executor has an outcome.
-        self.ended: Final = threading.Event()
+        self.ended = False
         #: Set once nothing more is to be written for it.
         self.settled: Final = threading.Event()
         #: A stop has given it up: a late outcome is not written.

@@ -82,7 +82,7 @@ class Beat:
             return False
         fields = decode_fields(found[0]) if found else {}
         if not matched and not _is_open(fields, attempt.running_id):
-            if not attempt.ended.is_set():
+            if not attempt.ended:
                 tell(attempt, "lease_lost", "another worker has taken the task over")
             # The outcome will be refused; writing it is still tried, so nothing is decided here.
             return False

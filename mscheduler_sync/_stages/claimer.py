@@ -5,7 +5,6 @@ Turns due keys into attempts: takes slots, claims in batches, reads back what wa
 from __future__ import annotations
 
 import random
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ BATCH: Final = 100
 #: While slots are busy, a claim waits this long for more of them to get free, in seconds.
 GATHER_S: Final = 0.004
 _IDLE_WAIT_S: Final = 60.0
+_CANNOT_START_PAUSE_S: Final = 1.0
 #: Longer ago than any heartbeat interval, an outage need not be spoken of, in seconds.
 _OUTAGE_MEMORY_S: Final = 3600.0
 #: Bounds of the wait that grows with one's own lost claims, in seconds.
@@ -62,9 +62,8 @@ class Claimer(Service):
         *,
         margin_s: float | None,
         value_limit_bytes: int,
-        start: Callable[[HeldAttempt], None],
+        start: Callable[[HeldAttempt], bool],
         on_low: Callable[[], None],
-        on_main_thread_end: Callable[[], None],
         on_crash: CrashHandler,
     ) -> None:
         super().__init__("claim", f"ms-claim:{lanes.worker_id}", _log, on_crash)
@@ -79,24 +78,24 @@ class Claimer(Service):
         self._value_limit_bytes = value_limit_bytes
         self._start = start
         self._on_low = on_low
-        self._on_main_thread_end = on_main_thread_end
         # Of this thread alone.
         self._contention_s = 0.0
         self._spread = 0
+        self._cannot_start = False
         self._lost_before: TTLCache[str, int] = TTLCache(1000, 60.0, timer=time.monotonic)
 
     # -- the thread --------------------------------------------------------------------------
 
     def step(self) -> None:
+        if self._cannot_start:
+            # No thread could be had: claiming at full speed would only pass tasks around.
+            self._cannot_start = False
+            self.pause(_CANNOT_START_PAUSE_S)
         free = self._free_slots()
         if not free or self.stopping:
             return
         entries = self._queue.take(min(free, BATCH), _IDLE_WAIT_S, spread=self._spread)
         if not entries or self.stopping:
-            return
-        if not threading.main_thread().is_alive():
-            # The interpreter is going down: nothing can be started any more.
-            self._on_main_thread_end()
             return
         left = len(self._queue)
         if left == 0:
@@ -265,7 +264,8 @@ class Claimer(Service):
         )
         self._hub.publish(TaskOccupyResult(key=key, success=True))
         reach("before_submit")
-        self._start(attempt)
+        if not self._start(attempt):
+            self._cannot_start = True
         return True
 
     def _learn_of_losses(

@@ -4,6 +4,7 @@ Calls the function in a pool thread and turns whatever happens into an outcome.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import threading
@@ -62,6 +63,10 @@ class Executor:
         self._value_limit_bytes = value_limit_bytes
         self._on_end = on_end
         self._inside = threading.local()
+        self._lock = threading.Lock()
+        # Both under _lock.
+        self._waiting: collections.deque[HeldAttempt] = collections.deque()
+        self._on_the_way = False
 
     def submit(self, attempt: HeldAttempt) -> None:
         """
@@ -70,7 +75,46 @@ class Executor:
         Raises:
             RuntimeError: If the pool or the interpreter is shutting down; nothing was started.
         """
-        self._pool.submit(self._run, attempt)
+        with self._lock:
+            self._waiting.append(attempt)
+            try:
+                self._wake_one()
+            except RuntimeError:
+                self._waiting.remove(attempt)
+                raise
+
+    def _wake_one(self) -> None:
+        """
+        Under _lock: while an attempt waits, one thread is on its way to it; never more.
+
+        Each thread that sets out on an attempt wakes the next. A batch of short attempts is
+        so done by few threads, which saves the switches between them.
+        """
+        if not self._on_the_way:
+            self._pool.submit(self._work)
+            self._on_the_way = True
+
+    def _work(self) -> None:
+        arriving = True
+        while True:
+            with self._lock:
+                if arriving:
+                    self._on_the_way = arriving = False
+                if not self._waiting:
+                    return
+                attempt = self._waiting.popleft()
+                left: list[HeldAttempt] = []
+                if self._waiting:
+                    try:
+                        self._wake_one()
+                    except RuntimeError:
+                        # Shutting down: nobody would come for the others.
+                        left = list(self._waiting)
+                        self._waiting.clear()
+            for other in left:
+                self._on_end(other, Released("shutdown"))
+            self._run(attempt)
+            del attempt
 
     def is_running_here(self) -> bool:
         """

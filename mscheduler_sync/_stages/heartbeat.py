@@ -132,7 +132,7 @@ class Heartbeats(Service):
             with self._changed:
                 self._schedule(attempt.held_until_s, attempt, self._check_lease)
             return
-        if not attempt.ended.is_set():
+        if not attempt.ended:
             tell(attempt, "lease_lost", "the lease was not renewed in time")
 
     def _check_timeout(self, attempt: HeldAttempt) -> None:
@@ -143,7 +143,7 @@ class Heartbeats(Service):
             with self._changed:
                 self._schedule(again_s, attempt, self._check_timeout)
             return
-        if attempt.ended.is_set():
+        if attempt.ended:
             return
         attempt.timed_out = True
         tell(attempt, "timed_out", "the function runs longer than its time-out")
@@ -152,7 +152,7 @@ class Heartbeats(Service):
             self._schedule(time.monotonic() + grace_s, attempt, self._check_stuck)
 
     def _check_stuck(self, attempt: HeldAttempt) -> None:
-        if not attempt.ended.is_set():
+        if not attempt.ended:
             self._on_stuck(attempt)
 
     def _begin_beating(self, attempt: HeldAttempt) -> None:
@@ -220,7 +220,7 @@ class Heartbeats(Service):
                 self._closing
                 or attempt.settled.is_set()
                 or attempt.abandoned
-                or (attempt.timed_out and not attempt.ended.is_set())
+                or (attempt.timed_out and not attempt.ended)
             )
 
     def _beat_once(self, beat: Beat) -> bool:

@@ -84,7 +84,7 @@ class OutcomeWriter(Service):
         worker_id: str,
         hub: EventHub,
         *,
-        is_idle: Callable[[], bool],
+        held_count: Callable[[], int],
         on_settled: Callable[[HeldAttempt, Outcome, Verdict], None],
         on_failure: Callable[[str, float], None],
         on_crash: CrashHandler,
@@ -93,13 +93,14 @@ class OutcomeWriter(Service):
         self._store = store
         self._worker_id = worker_id
         self._hub = hub
-        self._is_idle = is_idle
+        self._held_count = held_count
         self._on_settled = on_settled
         self._on_failure = on_failure
         self._changed = threading.Condition()
         # Both under _changed.
         self._pending: list[_Pending] = []
         self._writing = 0
+        self._enough = 1
         self._closing = False
 
     # -- called by others --------------------------------------------------------------------
@@ -116,18 +117,21 @@ class OutcomeWriter(Service):
             retry_delay_s=retry_delay_s(attempt.options, attempt.number, outcome),
             progress=attempt.take_progress(),
         )
-        with self._changed:
-            self._pending.append(pending)
-            self._changed.notify_all()
+        self._add(pending)
 
     def release(self, key: str, running_id: str, why: Released) -> None:
         """
         Give back a claim that never became an attempt. Never blocks.
         """
         pending = _Pending(key, running_id, why, None)
+        self._add(pending)
+
+    def _add(self, pending: _Pending) -> None:
         with self._changed:
             self._pending.append(pending)
-            self._changed.notify_all()
+            # A wake-up costs more than the outcome: only the first and the last needed one do.
+            if len(self._pending) == 1 or len(self._pending) >= self._enough:
+                self._changed.notify_all()
 
     @property
     def backlog(self) -> int:
@@ -193,13 +197,12 @@ class OutcomeWriter(Service):
             self._changed.wait_for(lambda: self._pending or self._closing)
             if not self._pending:
                 return []
-            if not self._is_idle():
+            self._enough = min(self._held_count(), _MOST_TOGETHER)
+            if len(self._pending) < self._enough:
                 self._changed.wait_for(
-                    lambda: (
-                        len(self._pending) >= _MOST_TOGETHER or self._closing or self._is_idle()
-                    ),
-                    GATHER_S,
+                    lambda: len(self._pending) >= self._enough or self._closing, GATHER_S
                 )
+            self._enough = 1
             batch = self._pending[:_MOST_TOGETHER]
             # One statement per document and bulk: the order of a bulk is not defined.
             seen: set[str] = set()

@@ -51,26 +51,38 @@ class RunningAttempts:
 
     # -- in order of an attempt's life -------------------------------------------------------
 
-    def start(self, attempt: HeldAttempt) -> None:
+    def start(self, attempt: HeldAttempt) -> bool:
         """
-        Run *attempt*, whose slot is taken. If it cannot be started it is released.
+        Run *attempt*, whose slot is taken; return False if it had to be released at once.
         """
         with self._lock:
             self._held[attempt.running_id] = attempt
         self._heartbeats.add(attempt)
         try:
             self._executor.submit(attempt)
-        except RuntimeError:
-            # The pool or the interpreter is shutting down.
+        except RuntimeError as error:
+            # The interpreter is shutting down, or the system makes no more threads.
+            _log.warning(
+                "an attempt cannot be started here; it is released",
+                extra={
+                    "event": "not_started",
+                    "worker_id": attempt.context.worker_id,
+                    "task_key": attempt.key,
+                    "running_id": attempt.running_id,
+                    "error": str(error),
+                },
+            )
             self.ended(attempt, Released("shutdown"))
+            return False
+        return True
 
     def ended(self, attempt: HeldAttempt, outcome: Outcome) -> None:
         """
         The function has returned (or never began): free the slot and have the outcome stored.
         """
         with self._lock:
-            first = not attempt.ended.is_set()
-            attempt.ended.set()
+            first = not attempt.ended
+            attempt.ended = True
             was_stuck = self._stuck.pop(attempt.running_id, None) is not None
             abandoned = attempt.abandoned
             if first and not abandoned and isinstance(outcome, Released) and self._is_stopping():
@@ -95,9 +107,9 @@ class RunningAttempts:
         Store the time-out of a function that does not end, and replace its slot up to a limit.
         """
         with self._lock:
-            if attempt.ended.is_set() or attempt.abandoned:
+            if attempt.ended or attempt.abandoned:
                 return
-            attempt.ended.set()
+            attempt.ended = True
             attempt.slot_replaced = len(self._stuck) < self._slots.size
             self._stuck[attempt.running_id] = attempt
             count = len(self._stuck)
@@ -142,7 +154,7 @@ class RunningAttempts:
 
     def oldest_age_s(self) -> float | None:
         with self._lock:
-            running = [a.claimed_at_s for a in self._held.values() if not a.ended.is_set()]
+            running = [a.claimed_at_s for a in self._held.values() if not a.ended]
         return time.monotonic() - min(running) if running else None
 
     # -- stopping ----------------------------------------------------------------------------
@@ -152,7 +164,7 @@ class RunningAttempts:
         Ask all running functions to end.
         """
         with self._lock:
-            running = [a for a in self._held.values() if not a.ended.is_set()]
+            running = [a for a in self._held.values() if not a.ended]
         for attempt in running:
             tell(attempt, reason, "the consumer stops")
 
@@ -161,12 +173,23 @@ class RunningAttempts:
         Give up all functions that still run: what they return is not written any more.
         """
         with self._lock:
-            running = [a for a in self._held.values() if not a.ended.is_set()]
+            running = [a for a in self._held.values() if not a.ended]
             for attempt in running:
                 attempt.abandoned = True
         for attempt in running:
             self._writer.put(attempt, Interrupted())
         return running
+
+    def give_back(self) -> None:
+        """
+        Give up all functions and release their attempts: the process ends at once.
+        """
+        with self._lock:
+            running = [a for a in self._held.values() if not a.ended]
+            for attempt in running:
+                attempt.abandoned = True
+        for attempt in running:
+            self._writer.put(attempt, Released("shutdown"))
 
     def stop_report(self) -> tuple[list[str], list[str]]:
         """

@@ -321,6 +321,9 @@ def derive(
     ]
 
 
+#: The derived fields of a document to which nothing is added; shared, not to be changed.
+DERIVED: Final[list[Stage]] = derive()
+
 #: Lane prefixes. A lane is a scalar that says who may take a task, for the index (lanes, due).
 LANE_UNNAMED, LANE_ANY_NAME, LANE_SHARED = "*", "*n", "+"
 

@@ -113,7 +113,7 @@ def _of_open_attempts(refs: Sequence[Ref], facts: Document) -> Update:
                 },
             },
         },
-        pipeline=[{"$set": facts}, *x.derive()],
+        pipeline=[{"$set": facts}, *x.DERIVED],
     )
 
 
@@ -247,5 +247,5 @@ def repair(keys: Sequence[str]) -> Update:
     return Update(
         keys=list(keys),
         filter={"key": one_or_in(keys), **READABLE},
-        pipeline=[x.lanes(), *x.derive()],
+        pipeline=[x.lanes(), *x.DERIVED],
     )

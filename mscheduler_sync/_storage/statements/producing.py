@@ -84,7 +84,7 @@ def resend(
         keys=[key],
         filter={"key": key, **READABLE},
         pipeline=[
-            *x.derive(),
+            *x.DERIVED,
             {
                 "$set": {
                     "_may": {"$and": may},
@@ -94,7 +94,7 @@ def resend(
             {"$set": guarded},
             {"$unset": ["_may", "_ended"]},
             x.lanes(),
-            *x.derive(),
+            *x.DERIVED,
         ],
     )
 
@@ -141,7 +141,7 @@ def cancel(key: str) -> Update:
         keys=[key],
         filter={"key": key, **READABLE},
         pipeline=[
-            *x.derive(),
+            *x.DERIVED,
             {"$set": {"cancel": request}},
             {
                 "$set": {
@@ -155,7 +155,7 @@ def cancel(key: str) -> Update:
                 }
             },
             x.lanes(),
-            *x.derive(),
+            *x.DERIVED,
         ],
     )
 
