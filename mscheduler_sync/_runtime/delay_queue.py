@@ -41,7 +41,7 @@ class DelayQueue:
         # All under _changed. Heaps may hold dead entries; _entries holds only living ones.
         self._entries: dict[str, Entry] = {}
         self._later: list[tuple[float, int, Entry]] = []
-        self._ready: list[tuple[int, float, float, int, Entry]] = []
+        self._ready: list[tuple[int, float, int, Entry]] = []
         self._sequence = itertools.count()
         self._dropped_from_s = float("inf")
         self._closed = False
@@ -141,18 +141,16 @@ class DelayQueue:
         while self._later and (self._later[0][0] <= now_s or not self._later[0][2].live):
             due_s, number, entry = heapq.heappop(self._later)
             if entry.live:
-                # Equal due times are common (a batch of tasks): the random part spreads them.
-                tie = random.random()
-                heapq.heappush(self._ready, (-entry.priority, due_s, tie, number, entry))
-        while self._ready and not self._ready[0][4].live:
+                heapq.heappush(self._ready, (-entry.priority, due_s, number, entry))
+        while self._ready and not self._ready[0][3].live:
             heapq.heappop(self._ready)
 
     def _pop(self, count: int, spread: int) -> list[Entry]:
-        candidates: list[tuple[int, float, float, int, Entry]] = []
+        candidates: list[tuple[int, float, int, Entry]] = []
         wanted = max(count, spread)
         while self._ready and len(candidates) < wanted:
             item = heapq.heappop(self._ready)
-            if not item[4].live:
+            if not item[3].live:
                 continue
             if len(candidates) >= count and item[0] != candidates[-1][0]:
                 heapq.heappush(self._ready, item)
@@ -167,7 +165,7 @@ class DelayQueue:
             for item in candidates[count:]:
                 heapq.heappush(self._ready, item)
             del candidates[count:]
-        taken = [item[4] for item in candidates]
+        taken = [item[3] for item in candidates]
         for entry in taken:
             entry.live = False
             del self._entries[entry.key]
