@@ -23,7 +23,10 @@ class Entry:
     #: When it becomes due, on the monotonic clock.
     due_s: float
     priority: int
+    #: False once it was taken, moved or dropped.
     live: bool = True
+    #: It was found due, and waits for a slot.
+    ready: bool = False
 
 
 class DelayQueue:
@@ -42,6 +45,7 @@ class DelayQueue:
         self._entries: dict[str, Entry] = {}
         self._later: list[tuple[float, int, Entry]] = []
         self._ready: list[tuple[int, float, int, Entry]] = []
+        self._ready_count = 0
         self._sequence = itertools.count()
         self._dropped_from_s = float("inf")
         self._closed = False
@@ -75,8 +79,7 @@ class DelayQueue:
             if old is not None:
                 if old.due_s == due_s and old.priority == priority:
                     return True
-                old.live = False
-                del self._entries[key]
+                self._remove(old)
             elif len(self._entries) >= self._limit and not self._make_room(due_s):
                 self._dropped_from_s = min(self._dropped_from_s, due_s)
                 return False
@@ -92,9 +95,9 @@ class DelayQueue:
 
     def discard(self, key: str) -> None:
         with self._changed:
-            entry = self._entries.pop(key, None)
+            entry = self._entries.get(key)
             if entry is not None:
-                entry.live = False
+                self._remove(entry)
 
     def take(self, count: int, timeout_s: float, *, spread: int = 0) -> list[Entry]:
         """
@@ -121,11 +124,11 @@ class DelayQueue:
 
     def count_due(self) -> int:
         """
-        Return about how many keys are due now; 0 only if none is.
+        Return how many keys are due now.
         """
         with self._changed:
             self._promote(time.monotonic())
-            return len(self._ready)
+            return self._ready_count
 
     def close(self) -> None:
         """
@@ -137,10 +140,20 @@ class DelayQueue:
 
     # -- under _changed ----------------------------------------------------------------------
 
+    def _remove(self, entry: Entry) -> None:
+        """
+        Take *entry* out; its places in the heaps are passed over later.
+        """
+        entry.live = False
+        self._ready_count -= entry.ready
+        del self._entries[entry.key]
+
     def _promote(self, now_s: float) -> None:
         while self._later and (self._later[0][0] <= now_s or not self._later[0][2].live):
             due_s, number, entry = heapq.heappop(self._later)
             if entry.live:
+                entry.ready = True
+                self._ready_count += 1
                 heapq.heappush(self._ready, (-entry.priority, due_s, number, entry))
         while self._ready and not self._ready[0][3].live:
             heapq.heappop(self._ready)
@@ -167,8 +180,7 @@ class DelayQueue:
             del candidates[count:]
         taken = [item[3] for item in candidates]
         for entry in taken:
-            entry.live = False
-            del self._entries[entry.key]
+            self._remove(entry)
         return taken
 
     def _make_room(self, due_s: float) -> bool:
@@ -185,8 +197,7 @@ class DelayQueue:
         surplus = waiting[-max(1, self._limit // 10) :]
         doomed = [entry for entry in surplus if entry.due_s > due_s]
         for entry in doomed:
-            entry.live = False
-            del self._entries[entry.key]
+            self._remove(entry)
         self._dropped_from_s = min(self._dropped_from_s, doomed[0].due_s)
         self._later = [item for item in self._later if item[2].live]
         heapq.heapify(self._later)
