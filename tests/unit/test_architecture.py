@@ -1,0 +1,219 @@
+"""
+Which room may use which, read from the imports; and a few things that no module does.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[2]
+PACKAGE: Final = ROOT / "mscheduler_sync"
+
+#: Modules with more lines than this stand in `LONG`, with the reason.
+MOST_LINES: Final = 350
+LONG: Final = {
+    "consumer": "the whole public surface of a consumer, most of it documentation",
+    "producer": "the whole public surface of a producer, most of it documentation",
+    "embedded": "one process from finding its command to removing its files",
+    "model": "one class a document part, and the reading of each",
+    "_stages.outcome": "one thread from taking an outcome to telling of it",
+    "_storage.expressions": "every expression once, each with its reason",
+    "_storage.store": "every call to the driver, with its errors",
+}
+#: Outside of `_storage`: who may import the driver, and what of it ("*": anything).
+DRIVER_USERS: Final = {
+    "_stages.watcher": {"*"},
+    "embedded": {"*"},
+    "producer": {"Collection", "ClientSession"},
+    "consumer": {"Collection"},
+}
+THIRD_PARTY: Final = {"attr", "attrs", "bson", "cachetools", "pymongo"}
+
+Module = tuple[str, Path]
+
+
+def modules() -> list[Module]:
+    """
+    Every module of the package by its dotted name, without the package's own.
+    """
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found.append((name, path))
+    return found
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """
+    Everything that a module imports, at any place in it: (module, name or "").
+    """
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, ""
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"a relative import in {path}, line {node.lineno}"
+            for alias in node.names:
+                yield node.module or "", alias.name
+
+
+def own_imports(path: Path) -> Iterator[str]:
+    """
+    The modules of the package that a module imports, by dotted name; "" is the package's own.
+    """
+    known = {name for name, _ in modules()}
+    for module, name in imports(path):
+        if module.split(".")[0] == "mscheduler_sync":
+            inner = module.removeprefix("mscheduler_sync").removeprefix(".")
+            full = f"{inner}.{name}".strip(".")
+            yield full if full in known else inner
+
+
+def room(name: str) -> str:
+    return name.split(".", maxsplit=1)[0]
+
+
+EVERY_MODULE = pytest.mark.parametrize(
+    ("name", "path"), modules(), ids=[name or "mscheduler_sync" for name, _ in modules()]
+)
+
+
+def test_the_modules_were_found() -> None:
+    """
+    The checks below look at something.
+    """
+    names = {name for name, _ in modules()}
+    assert {"", "errors", "_runtime.service", "_storage.store", "_stages.claimer"} <= names
+
+
+@EVERY_MODULE
+def test_rooms_use_only_what_lies_below_them(name: str, path: Path) -> None:
+    """
+    `_runtime` stands alone; storage knows no stages; only the consumer's side knows both.
+    """
+    used = set(own_imports(path))
+    if room(name) == "_runtime":
+        assert {one for one in used if room(one) != "_runtime"} <= {"errors"}
+    if room(name) == "_storage":
+        assert not {one for one in used if room(one) == "_stages"}
+        assert not used & {"", "consumer", "producer", "events", "health", "run_forever"}
+    if room(name) == "_stages":
+        assert not used & {"", "consumer", "producer", "health", "run_forever", "embedded"}
+    if name in {"errors", "events", "context", "invocation", "router"}:
+        assert not {one for one in used if room(one) in {"_stages", "_storage"}}
+    if name == "producer":
+        assert not {one for one in used if room(one) == "_stages"}
+    if name != "embedded":
+        assert "embedded" not in used
+
+
+@EVERY_MODULE
+def test_only_storage_talks_to_the_driver(name: str, path: Path) -> None:
+    """
+    Elsewhere the driver is imported for the change stream, and for the types of arguments.
+    """
+    used = {
+        imported or module
+        for module, imported in imports(path)
+        if module.split(".")[0] in {"pymongo", "gridfs", "motor"}
+    }
+    allowed = {"*"} if room(name) == "_storage" else DRIVER_USERS.get(name, set())
+    assert allowed == {"*"} or used <= allowed
+
+
+@EVERY_MODULE
+def test_no_other_dependencies(name: str, path: Path) -> None:
+    """
+    The standard library and three packages; the embedded server is never imported.
+    """
+    tops = {module.split(".")[0] for module, _ in imports(path)}
+    others = tops - set(sys.stdlib_module_names) - {"mscheduler_sync"}
+    assert others <= THIRD_PARTY
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"}:
+            pytest.fail(f"a hidden import in line {node.lineno}")
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+@EVERY_MODULE
+def test_nobody_sleeps_or_reads_the_wall_clock(name: str, path: Path) -> None:
+    """
+    Every wait can be ended by a stop, and time is the server's or monotonic.
+    """
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute):
+            owner = getattr(node.value, "id", getattr(node.value, "attr", ""))
+            forbidden = {
+                "time": {"sleep", "time", "time_ns", "localtime", "gmtime"},
+                "datetime": {"now", "utcnow", "today"},
+                "date": {"today"},
+            }
+            assert node.attr not in forbidden.get(owner, set()), f"line {node.lineno}"
+    for module, imported in imports(path):
+        assert (module, imported) not in {("time", "sleep"), ("time", "time")}
+
+
+@EVERY_MODULE
+def test_every_thread_has_a_name(name: str, path: Path) -> None:
+    """
+    A thread of the library says whose it is, and none keeps the interpreter from ending.
+    """
+    for node in ast.walk(tree_of(path)):
+        if not isinstance(node, ast.Call):
+            continue
+        given = {keyword.arg for keyword in node.keywords}
+        if _called(node) == "Thread":
+            assert {"target", "name", "daemon"} <= given, f"line {node.lineno}"
+        elif _called(node) == "ThreadPoolExecutor":
+            assert "thread_name_prefix" in given, f"line {node.lineno}"
+
+
+@EVERY_MODULE
+def test_no_module_is_long_without_a_reason(name: str, path: Path) -> None:
+    """
+    A module that has grown has either a reason or two jobs.
+    """
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MOST_LINES or name in LONG, f"{lines} lines"
+
+
+def test_reasons_are_of_modules_that_exist() -> None:
+    """
+    The lists of exceptions name no module that has gone.
+    """
+    names = {name for name, _ in modules()}
+    assert set(LONG) | set(DRIVER_USERS) <= names
+
+
+@EVERY_MODULE
+def test_every_module_says_what_it_is_for(name: str, path: Path) -> None:
+    """
+    Apart from empty ones, each begins with its own description.
+    """
+    tree = tree_of(path)
+    assert not tree.body or ast.get_docstring(tree)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """
+    The rooms stand on each other; none stands, by whatever way, on itself.
+    """
+    below = {name: set(own_imports(path)) - {name} for name, path in modules() if name}
+    while free := {name for name, used in below.items() if not used & set(below)}:
+        for name in free:
+            del below[name]
+    assert below == {}
