@@ -189,7 +189,7 @@ def test_database_trouble_is_retried_told_once_and_forgotten(
         "ConnectionResetError",
     )
     assert service.health.failures_in_a_row == 0
-    assert service.health.last_error == "ConnectionResetError: cut"
+    assert service.health.last_error == "no server answers"
 
 
 def test_another_kind_of_trouble_is_told_too(
@@ -330,12 +330,12 @@ def test_health_counts_failures_in_a_row() -> None:
     health.note_error(ValueError("first"))
     health.note_error(unavailable(TimeoutError("second")))
     assert health.failures_in_a_row == 2
-    assert health.last_error == "TimeoutError: second"
+    assert health.last_error == "no server answers"
     assert health.last_error_at_s is not None
     assert before_s <= health.last_error_at_s <= time.monotonic()
     health.note_success()
     assert health.failures_in_a_row == 0
-    assert health.last_error == "TimeoutError: second"
+    assert health.last_error == "no server answers"
 
 
 def test_health_keeps_long_texts_short() -> None:
