@@ -144,8 +144,8 @@ class Consumer:
                 msg = "the router has no functions; this consumer would never run anything"
                 raise ValueError(msg)
             self._router.freeze()
+        self._check_process()
         with self._lock:
-            self._check_process()
             if self._state != "new":
                 msg = f"this consumer is {self._state}; a consumer is started once"
                 raise RuntimeError(msg)
@@ -257,11 +257,8 @@ class Consumer:
             ComponentCrashed: If a part failed again and again; the failure is its cause.
             RuntimeError: If the consumer was stopped before.
         """
-        if self.state == "new":
+        if not self.running:
             self.start()
-        elif self.state != "running":
-            msg = f"this consumer is {self.state}; a consumer is started once"
-            raise RuntimeError(msg)
         return serve(
             asked=self._stop_asked, stop=self.stop, force=self._force, stopped=self._stopped
         )
@@ -278,6 +275,7 @@ class Consumer:
             ComponentCrashed: If a part failed again and again.
         """
         deadline_s = deadline_after(timeout)
+        self._check_process()
         if self.state == "new":
             self.start()
         parts = self._parts
@@ -398,7 +396,7 @@ class Consumer:
     # -- ends --------------------------------------------------------------------------------
 
     def __enter__(self) -> Consumer:
-        if self.state == "new":
+        if not self.running:
             self.start()
         return self
 
@@ -451,6 +449,21 @@ class Consumer:
             msg = "this consumer belongs to the parent process; make one in this process"
             raise RuntimeError(msg)
 
+    def _become_child(self) -> None:
+        """
+        In a forked child: fresh locks, nothing running, no events to come.
+        """
+        self._lock = threading.Lock()
+        self._stop_asked = threading.Event()
+        self._stopped = threading.Event()
+        self._stopped.set()
+        self._slots = Slots(self._settings.max_workers)
+        self._queue = DelayQueue(self._settings.queue_limit)
+        self._running = RunningAttempts(self._slots, is_stopping=self._stop_asked.is_set)
+        self._hub = EventHub()
+        self._hub.close()
+        self._parts = None
+
     def _force(self, timeout_s: float) -> None:
         """
         Give back in one update what can be given back; at most *timeout_s* seconds.
@@ -461,6 +474,18 @@ class Consumer:
 
     def _function_of(self, name: str | None) -> Invocation | None:
         return self._function if self._router is None else self._router.find(name)
+
+
+def _after_fork_in_child() -> None:
+    """
+    A child has none of the threads; its copies of their locks may be held for ever.
+    """
+    for consumer in list(_living):
+        consumer._become_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _stop_all() -> None:

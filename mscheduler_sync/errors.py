@@ -7,6 +7,8 @@ Wrong arguments are plain ``ValueError`` and ``TypeError``. "Lost the race" and
 
 from __future__ import annotations
 
+from mscheduler_sync.limits import LONGEST_S
+
 
 class MSchedulerError(Exception):
     """
@@ -162,14 +164,11 @@ class Snooze(Exception):
         self.delay_s = _steering_delay(delay)
 
 
-_TEN_YEARS_S = 10 * 366 * 86_400.0
-
-
 def _steering_delay(delay: float) -> float:
     if isinstance(delay, bool) or not isinstance(delay, (int, float)):
         msg = f"delay must be a number of seconds, got {delay!r}"
         raise TypeError(msg)
-    if not 0.0 <= delay <= _TEN_YEARS_S:
+    if not 0.0 <= delay <= LONGEST_S:
         msg = f"delay must be between 0 seconds and ten years, got {delay!r}"
         raise ValueError(msg)
     return float(delay)

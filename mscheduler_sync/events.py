@@ -144,7 +144,7 @@ class Subscription:
         with self._lock:
             return self._dropped
 
-    def get(self, timeout: float | None = None) -> Event | None:
+    def get(self, timeout: float | dt.timedelta | None = None) -> Event | None:
         """
         Return the next event, waiting up to *timeout* seconds (None: for ever), else None.
 
@@ -164,7 +164,7 @@ class Subscription:
             self._arrived.wait(min(left_s, _SLICE_S))
 
     def wait_for(
-        self, predicate: Callable[[Event], object], timeout: float | None = None
+        self, predicate: Callable[[Event], object], timeout: float | dt.timedelta | None = None
     ) -> Event | None:
         """
         Return the next event for which *predicate* is true, dropping those before it, else None.
@@ -173,7 +173,14 @@ class Subscription:
         """
         deadline_s = deadline_after(timeout)
         while True:
-            event = self.get(max(0.0, deadline_s - time.monotonic()))
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                # Those that are here count; those that keep coming do not prolong the wait.
+                with self._lock:
+                    here = len(self._events)
+                events = (self.get(0) for _ in range(here))
+                return next((e for e in events if e is not None and predicate(e)), None)
+            event = self.get(left_s)
             if event is None or predicate(event):
                 return event
 
@@ -265,15 +272,18 @@ class EventHub:
             subscription.end()
 
 
-def deadline_after(timeout: float | None) -> float:
+def deadline_after(timeout: float | dt.timedelta | None) -> float:
     """
     Return the monotonic time *timeout* seconds from now; None is for ever.
 
     Raises:
-        TypeError, ValueError: If *timeout* is not a number of seconds of at least 0.
+        TypeError, ValueError: If *timeout* is neither a timedelta nor a number of seconds of at
+            least 0.
     """
     if timeout is None:
         return float("inf")
+    if isinstance(timeout, dt.timedelta):
+        timeout = timeout.total_seconds()
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         msg = f"timeout must be a number of seconds or None, got {timeout!r}"
         raise TypeError(msg)

@@ -4,6 +4,7 @@ How the user's function wants to be called.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -29,12 +30,17 @@ def invocation_of(function: Callable[..., Any]) -> Invocation:
     if not callable(function):
         msg = f"a function is needed, got {function!r}"
         raise TypeError(msg)
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        msg = f"{function!r} is async; this library runs plain functions in threads"
-        raise TypeError(msg)
-    if inspect.isgeneratorfunction(function):
-        msg = f"{function!r} is a generator function; its body would never run"
-        raise TypeError(msg)
+    # What is called may be a function, or the __call__ of an object, perhaps inside partials.
+    called: Any = function
+    while isinstance(called, functools.partial):
+        called = called.func
+    for code in (called, type(called).__call__):
+        if inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code):
+            msg = f"{function!r} is async; this library runs plain functions in threads"
+            raise TypeError(msg)
+        if inspect.isgeneratorfunction(code):
+            msg = f"{function!r} is a generator function; its body would never run"
+            raise TypeError(msg)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

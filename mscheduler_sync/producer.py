@@ -579,7 +579,6 @@ class Producer:
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._ready_lock = threading.Lock()
-            self._store.after_fork()
         with self._ready_lock:
             self._store.measure_clock()
             if not in_transaction:

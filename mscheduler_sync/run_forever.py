@@ -32,6 +32,7 @@ class _Signals:
         self.count = 0
         self.last = 0
         self._previous: dict[int, Any] = {}
+        self._pid = os.getpid()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -50,10 +51,19 @@ class _Signals:
             yield
         finally:
             for number, handler in self._previous.items():
-                # None: the handler was not set from Python and cannot be put back by it.
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+                signal.signal(number, self._restorable(handler))
+
+    @staticmethod
+    def _restorable(handler: Any) -> Any:
+        # None: the handler was not set from Python and cannot be put back by it.
+        return signal.SIG_DFL if handler is None else handler
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A process that a function has forked: it dies as if we had never been there.
+            signal.signal(number, self._restorable(self._previous.get(number)))
+            os.kill(os.getpid(), number)
+            return
         self.count += 1
         self.last = number
         previous = self._previous.get(number)

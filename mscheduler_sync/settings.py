@@ -15,11 +15,10 @@ from typing import Any, Final
 import attrs
 
 from mscheduler_sync._stages.executor import MAX_THREADS, Around
+from mscheduler_sync.limits import LONGEST_S
 
 Duration = float | int | dt.timedelta
 
-#: Longer durations are taken for a mistake (seconds against milliseconds).
-LONGEST_S: Final = 10 * 366 * 86_400.0
 MAX_KEY_BYTES: Final = 512
 _DEFAULT_MAX_WORKERS: Final = 8
 
@@ -85,14 +84,15 @@ def text(value: object, name: str, *, max_bytes: int = MAX_KEY_BYTES) -> str:
         msg = f"{name} must not be empty"
         raise ValueError(msg)
     try:
-        size = len(value.encode())
+        data = value.encode()
     except UnicodeEncodeError:
         msg = f"{name} must be valid Unicode, got {value!r}"
         raise ValueError(msg) from None
-    if size > max_bytes:
-        msg = f"{name} must take at most {max_bytes} bytes, takes {size}: {value!r:.80}"
+    if len(data) > max_bytes:
+        msg = f"{name} must take at most {max_bytes} bytes, takes {len(data)}: {value!r:.80}"
         raise ValueError(msg)
-    return str(value)
+    # Not str(value): that of a string enum's member is its name.
+    return data.decode()
 
 
 def choice(value: object, name: str, allowed: tuple[str, ...]) -> str:

@@ -88,9 +88,11 @@ class DelayQueue:
             heapq.heappush(self._later, (due_s, next(self._sequence), entry))
             if self._later[0][2] is entry:
                 self._changed.notify_all()
-            if len(self._later) > 2 * len(self._entries) + 64:
+            if len(self._later) + len(self._ready) > 2 * len(self._entries) + 64:
                 self._later = [item for item in self._later if item[2].live]
                 heapq.heapify(self._later)
+                self._ready = [item for item in self._ready if item[3].live]
+                heapq.heapify(self._ready)
             return True
 
     def discard(self, key: str) -> None:

@@ -33,9 +33,13 @@ class PartHealth:
     failures_in_a_row: int = 0
 
     def note_error(self, error: BaseException) -> None:
+        try:
+            text = str(error)
+        except Exception:  # noqa: BLE001 - the text of an error must not become another error
+            text = "(its text could not be made)"
         # A store error's text names the driver's error and is free of documents.
         is_plain = isinstance(error, StoreError)
-        self.last_error = (str(error) if is_plain else f"{type(error).__name__}: {error}")[:500]
+        self.last_error = (text if is_plain else f"{type(error).__name__}: {text}")[:500]
         self.last_error_at_s = time.monotonic()
         self.failures_in_a_row += 1
 

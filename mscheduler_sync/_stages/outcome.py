@@ -38,6 +38,7 @@ from mscheduler_sync.events import (
     TaskExecuteResult,
     WaitOccupy,
 )
+from mscheduler_sync.limits import LONGEST_S
 from mscheduler_sync.model import Attempt, TaskOptions, decode_fields, read_attempts
 
 _log = logger("outcome")
@@ -326,15 +327,15 @@ def retry_delay_s(options: TaskOptions, attempt_number: int, outcome: Outcome) -
         return 0.0
     if outcome.delay_s is not None:
         return outcome.delay_s
-    cap_s = float("inf") if options.retry_max_delay is None else options.retry_max_delay
+    cap_s = LONGEST_S if options.retry_max_delay is None else options.retry_max_delay
     grown_s = backoff.delay_s(
         attempt_number,
         first_s=options.retry_delay,
-        cap_s=min(cap_s, 10 * 366 * 86_400.0),
+        cap_s=cap_s,
         factor=options.retry_backoff,
     )
     spread = options.retry_jitter
-    return grown_s * random.uniform(1.0 - spread, 1.0 + spread)
+    return min(cap_s, grown_s * random.uniform(1.0 - spread, 1.0 + spread))
 
 
 def _groups(batch: Sequence[_Pending]) -> list[list[_Pending]]:

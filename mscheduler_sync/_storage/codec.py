@@ -61,7 +61,7 @@ def freeze(value: object, options: CodecOptions[Any], *, what: str, limit_bytes:
         raise Unstorable(msg) from None
     except Exception as error:
         path, problem = _find_fault(value, options, what)
-        msg = f"{path} cannot be stored: {problem or _problem_of(error)}"
+        msg = f"{path} cannot be stored: {problem}"
         raise Unstorable(msg) from error
     if len(raw) > limit_bytes:
         msg = f"{what} takes {len(raw)} bytes, more than the limit of {limit_bytes}"
@@ -104,23 +104,38 @@ def _find_fault(value: object, options: CodecOptions[Any], path: str) -> tuple[s
     """
     Return the path of the innermost value that cannot be encoded, and why.
     """
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            if not isinstance(name, str):
-                return path, f"its key {name!r} is not a string"
-            if "\x00" in name:
-                return path, f"its key {name!r} holds a NUL character"
-            if not _encodes(inner, options):
-                return _find_fault(inner, options, f"{path}.{name}")
-    elif isinstance(value, (list, tuple)):
-        for number, inner in enumerate(value):
-            if not _encodes(inner, options):
-                return _find_fault(inner, options, f"{path}[{number}]")
+    while True:
+        try:
+            inner = _faulty_part(value, options)
+        except Exception as error:  # noqa: BLE001 - a user's object may break while it is read
+            return path, _problem_of(error)
+        if inner is None:
+            break
+        step, value = inner
+        path += step
+    for name in value if isinstance(value, Mapping) else ():
+        if not isinstance(name, str):
+            return path, f"its key {name!r} is not a string"
+        if "\x00" in name:
+            return path, f"its key {name!r} holds a NUL character"
     try:
         bson.encode({"v": value}, codec_options=options)
     except Exception as error:  # noqa: BLE001 - whatever the user's value raises is the answer
         return path, _problem_of(error)
-    return path, ""
+    return path, "it could not be encoded"
+
+
+def _faulty_part(value: object, options: CodecOptions[Any]) -> tuple[str, object] | None:
+    """
+    Return the first part of *value* that cannot be encoded by itself: (its step of the path, it).
+    """
+    if isinstance(value, Mapping):
+        steps = [(f".{name}", inner) for name, inner in value.items() if isinstance(name, str)]
+    elif isinstance(value, (list, tuple)):
+        steps = [(f"[{number}]", inner) for number, inner in enumerate(value)]
+    else:
+        return None
+    return next((step for step in steps if not _encodes(step[1], options)), None)
 
 
 def _encodes(value: object, options: CodecOptions[Any]) -> bool:

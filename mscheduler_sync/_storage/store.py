@@ -137,6 +137,7 @@ class TaskStore:
         """
         Bound a call in time, map its errors, and remember outages.
         """
+        self._notice_fork()
         left_s = self.deadline_s - time.monotonic()
         try:
             # A passed deadline still leaves a moment, so that a last write has a chance.
@@ -168,9 +169,9 @@ class TaskStore:
                 self._trouble_since_s = None
                 self.recovered_at_s = time.monotonic()
 
-    def after_fork(self) -> None:
+    def _notice_fork(self) -> None:
         """
-        Forget what a parent process knew, if this process is its child.
+        In a forked child: forget what the parent knew, and locks that its threads held.
         """
         if os.getpid() == self._pid:
             return

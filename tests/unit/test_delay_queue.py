@@ -224,7 +224,6 @@ def test_moving_later_keys_keeps_the_heap_small() -> None:
     assert len(queue._later) <= 2 * 10 + 64
 
 
-@pytest.mark.xfail(reason="replaced entries that were due are kept until they reach the head")
 def test_moving_due_keys_keeps_the_heap_small() -> None:
     """
     Entries that were replaced while they waited for a slot are thrown out as well.

@@ -306,7 +306,6 @@ def test_functions_whose_body_would_never_run_are_refused(
         invocation_of(function)
 
 
-@pytest.mark.xfail(reason="only functions are looked at, not the __call__ of objects")
 @pytest.mark.parametrize("function", [AsyncCallable(), GeneratorCallable()])
 def test_objects_whose_body_would_never_run_are_refused(function: Callable[..., Any]) -> None:
     """

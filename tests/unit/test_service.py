@@ -303,7 +303,6 @@ def test_programming_errors_over_a_long_time_do_not_end_the_thread(
     assert service.join(10)
 
 
-@pytest.mark.xfail(reason="an error whose text cannot be made ends the thread without a word")
 def test_an_error_that_cannot_be_shown_is_an_error_like_others(
     run: Callable[..., Scripted],
 ) -> None:
