@@ -165,6 +165,10 @@ class Consumer:
         self._parts.start()
         self._say("running")
 
+    def _ensure_started(self) -> None:
+        if not self.running:
+            self.start()
+
     def wait_started(self, timeout: float | None = None) -> bool:
         """
         Wait until the first look at the database is done; return whether it is.
@@ -249,18 +253,21 @@ class Consumer:
         """
         Start if needed, and work until SIGINT, SIGTERM, `request_stop` or a crash; then stop.
 
-        In the main thread it takes the two signals over, calls the handlers that were
-        there (but for Python's own Ctrl-C), and puts them back at the end. A second
+        In the main thread it takes the two signals over unless they are ignored, calls the
+        handlers that were there (but for Python's own Ctrl-C; what they raise comes out
+        after the stop), and puts them back at the end. A second
         signal releases what it can in one update and ends the process with 128 + signal.
 
         Raises:
             ComponentCrashed: If a part failed again and again; the failure is its cause.
             RuntimeError: If the consumer was stopped before.
         """
-        if not self.running:
-            self.start()
         return serve(
-            asked=self._stop_asked, stop=self.stop, force=self._force, stopped=self._stopped
+            start=self._ensure_started,
+            asked=self._stop_asked,
+            stop=self.stop,
+            force=self._force,
+            stopped=self._stopped,
         )
 
     def run_until_idle(self, timeout: float | None = None) -> bool:
@@ -396,8 +403,7 @@ class Consumer:
     # -- ends --------------------------------------------------------------------------------
 
     def __enter__(self) -> Consumer:
-        if not self.running:
-            self.start()
+        self._ensure_started()
         return self
 
     def __exit__(

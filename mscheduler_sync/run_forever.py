@@ -31,6 +31,8 @@ class _Signals:
     def __init__(self) -> None:
         self.count = 0
         self.last = 0
+        #: What a handler that was there before has raised.
+        self.raised: BaseException | None = None
         self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
 
@@ -46,7 +48,9 @@ class _Signals:
         if hasattr(signal, "SIGBREAK"):  # Windows: Ctrl-Break
             wanted.append(signal.SIGBREAK)
         for number in wanted:
-            self._previous[number] = signal.signal(number, self._on_signal)
+            # One that is ignored (nohup, a shell's background job) stays ignored.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
         try:
             yield
         finally:
@@ -68,21 +72,26 @@ class _Signals:
         self.last = number
         previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:
-            previous(number, frame)
+            try:
+                previous(number, frame)
+            except BaseException as error:  # noqa: BLE001 - SystemExit is common; raised after the stop
+                self.raised = error
 
 
 def serve(
     *,
+    start: Callable[[], None],
     asked: threading.Event,
     stop: Callable[[], StopReport],
     force: Callable[[float], None],
     stopped: threading.Event,
 ) -> StopReport:
     """
-    Wait for a signal or *asked*, then *stop*; a second signal *force*s the end of the process.
+    *start*, wait for a signal or *asked*, then *stop*; a second signal *force*s the end.
     """
     signals = _Signals()
     with signals.installed():
+        start()
         while not asked.is_set() and not stopped.is_set() and not signals.count:
             asked.wait(_SLICE_S)
         box: list[StopReport | BaseException] = []
@@ -112,4 +121,6 @@ def serve(
     result = box[0]
     if isinstance(result, BaseException):
         raise result
+    if signals.raised is not None:
+        raise signals.raised
     return result

@@ -29,6 +29,8 @@ from mscheduler_sync.settings import ConsumerSettings
 _log = logger("consumer")
 
 _SLICE_S: Final = 0.5
+#: How long a stop waits for its threads once every outcome is stored, in seconds.
+_NOTHING_LEFT_S: Final = 1.5
 #: Of the time of a stop, the part after which running functions are asked to end,
 #: and what is kept for the last writes, in seconds.
 _ASK_AFTER_SHARE, _LAST_WRITES_SHARE, _LAST_WRITES_MOST_S = 0.75, 0.2, 1.0
@@ -152,8 +154,12 @@ class Assembly:
         for service in (self._heartbeats, self.writer):
             service.request_stop()
         self.executor.close()
-        # Half a second more for threads to notice; calls keep to their own time-outs.
-        last_s = max(deadline_s, time.monotonic()) + 0.5
+        # Threads get a moment to notice; calls keep to their own time-outs. With nothing left
+        # to be stored, waiting longer for a server that is away would gain nothing.
+        now_s = time.monotonic()
+        last_s = max(deadline_s, now_s) + 0.5
+        if not self._running.count and not self.writer.backlog:
+            last_s = min(last_s, now_s + _NOTHING_LEFT_S)
         for service in self.services:
             service.join(last_s - time.monotonic())
         # Threads of abandoned functions are not waited for.
