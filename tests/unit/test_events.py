@@ -229,7 +229,7 @@ def test_a_timeout_may_be_a_timedelta() -> None:
     """
     Durations are seconds or timedelta, everywhere.
     """
-    assert EventHub().subscribe().get(dt.timedelta(0)) is None  # type: ignore[arg-type]
+    assert EventHub().subscribe().get(dt.timedelta(0)) is None
 
 
 def test_wait_for_returns_the_next_event_that_fits() -> None:
