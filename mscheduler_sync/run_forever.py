@@ -10,12 +10,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._stages.assembly import StopReport
 
 _log = logger("consumer")
+_Report = TypeVar("_Report")
 
 #: The main thread waits in slices, so that signals are seen on every system.
 _SLICE_S: Final = 0.1
@@ -82,10 +82,10 @@ def serve(
     *,
     start: Callable[[], None],
     asked: threading.Event,
-    stop: Callable[[], StopReport],
+    stop: Callable[[], _Report],
     force: Callable[[float], None],
     stopped: threading.Event,
-) -> StopReport:
+) -> _Report:
     """
     *start*, wait for a signal or *asked*, then *stop*; a second signal *force*s the end.
     """
@@ -94,7 +94,7 @@ def serve(
         start()
         while not asked.is_set() and not stopped.is_set() and not signals.count:
             asked.wait(_SLICE_S)
-        box: list[StopReport | BaseException] = []
+        box: list[_Report | BaseException] = []
 
         def run() -> None:
             try:

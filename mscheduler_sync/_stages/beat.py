@@ -12,7 +12,8 @@ from mscheduler_sync._runtime.log import Complaints, logger
 from mscheduler_sync._runtime.service import PartHealth
 from mscheduler_sync._stages.attempt import HeldAttempt
 from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.store import CALL_TIMEOUT_S, TaskStore
+from mscheduler_sync._storage.calls import CALL_TIMEOUT_S
+from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.context import Reason
 from mscheduler_sync.errors import InvalidTask, StoreError
 from mscheduler_sync.model import decode_fields, read_options

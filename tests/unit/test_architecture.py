@@ -24,11 +24,9 @@ LONG: Final = {
     "model": "one class a document part, and the reading of each",
     "_stages.outcome": "one thread from taking an outcome to telling of it",
     "_storage.expressions": "every expression once, each with its reason",
-    "_storage.store": "every call to the driver, with its errors",
 }
 #: Outside of `_storage`: who may import the driver, and what of it ("*": anything).
 DRIVER_USERS: Final = {
-    "_stages.watcher": {"*"},
     "embedded": {"*"},
     "producer": {"Collection", "ClientSession"},
     "consumer": {"Collection"},

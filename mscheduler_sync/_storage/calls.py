@@ -1,0 +1,165 @@
+"""
+Calls of the driver: bounded in time, their errors mapped, outages and the server's clock noted.
+
+What the stores of tasks and of the pool share. They do not trust the settings of the
+application's collection: writes are acknowledged by a majority and journaled, reads
+go to the primary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import pymongo
+from bson.raw_bson import RawBSONDocument
+from pymongo import ReadPreference, WriteConcern
+from pymongo.collection import Collection
+from pymongo.database import Database
+from pymongo.errors import (
+    BulkWriteError,
+    ConnectionFailure,
+    DuplicateKeyError,
+    OperationFailure,
+    PyMongoError,
+    WriteConcernError,
+)
+from pymongo.read_concern import ReadConcern
+
+from mscheduler_sync._runtime.clock import ServerClock
+from mscheduler_sync._runtime.log import Complaints
+from mscheduler_sync._storage.codec import RAW
+from mscheduler_sync.errors import StoreError, StoreRejected, StoreUnavailable
+
+#: How long one call may take, in seconds, retries of the driver included.
+CALL_TIMEOUT_S: Final = 10.0
+#: Server codes that mean "not now": interrupted, stepping down, shutting down, write concern.
+_PASSING_CODES: Final = frozenset(
+    {6, 7, 24, 43, 46, 50, 63, 64, 79, 89, 91, 100, 112, 133, 134, 136, 189, 202, 237, 251, 262}
+    | {263, 290, 317, 358, 384, 462, 8000, 9001, 10058, 10107, 11600, 11601, 11602, 13388, 13435}
+    | {13436, 50915}
+)
+_PASSING_LABELS: Final = ("RetryableWriteError", "TransientTransactionError", "NetworkError")
+_UNAUTHORIZED: Final = 13
+
+
+def translated(error: PyMongoError) -> StoreError:
+    """
+    Return *error* as one of ours; by class, code and label, never by text.
+    """
+    code = error.code if isinstance(error, OperationFailure) else None
+    passing = (
+        isinstance(error, (ConnectionFailure, WriteConcernError))
+        or error.timeout
+        or code in _PASSING_CODES
+        or any(error.has_error_label(label) for label in _PASSING_LABELS)
+    )
+    return StoreUnavailable(_text(error)) if passing else StoreRejected(_text(error))
+
+
+def _text(error: PyMongoError) -> str:
+    """
+    What went wrong, without the reply in full: that may hold parts of documents.
+    """
+    details = error.details if isinstance(error, OperationFailure) else None
+    if not isinstance(details, Mapping) or "errmsg" not in details:
+        return f"{type(error).__name__}: {error}"[:500]
+    name = details.get("codeName", "no name")
+    return f"{type(error).__name__}: {details['errmsg']} (code {details.get('code')}, {name})"[:500]
+
+
+def trusted(collection: Collection[Any]) -> Collection[RawBSONDocument]:
+    """
+    Return *collection* with the library's own settings; documents leave it undecoded.
+    """
+    return collection.with_options(
+        codec_options=RAW,
+        read_preference=ReadPreference.PRIMARY,
+        write_concern=WriteConcern("majority", j=True),
+        read_concern=ReadConcern("local"),
+    )
+
+
+class ServerCalls:
+    """
+    The base of a store. Thread-safe; survives a fork (the child measures anew).
+    """
+
+    def __init__(self, database: Database[Any]) -> None:
+        self._database = database
+        self.clock = ServerClock()
+        #: While stopping: no call may last beyond this monotonic time.
+        self.deadline_s = float("inf")
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        # Under _lock.
+        self._trouble_since_s: float | None = None
+        #: Monotonic time of the last recovery from an outage; read without lock.
+        self.recovered_at_s = float("-inf")
+        self._complaints = Complaints(3600.0)
+
+    @contextlib.contextmanager
+    def _call(self, timeout_s: float = CALL_TIMEOUT_S) -> Iterator[None]:
+        """
+        Bound a call in time, map its errors, and remember outages.
+        """
+        self._notice_fork()
+        left_s = self.deadline_s - time.monotonic()
+        try:
+            # A passed deadline still leaves a moment, so that a last write has a chance.
+            with pymongo.timeout(max(0.05, min(timeout_s, left_s))):
+                yield
+        except (DuplicateKeyError, BulkWriteError):
+            self._note_answer()
+            raise
+        except PyMongoError as error:
+            mine = translated(error)
+            if isinstance(mine, StoreUnavailable):
+                self._note_outage()
+            else:
+                self._note_answer()
+            raise mine from error
+        self._note_answer()
+
+    def _note_outage(self) -> None:
+        self.clock.invalidate()
+        with self._lock:
+            if self._trouble_since_s is None:
+                self._trouble_since_s = time.monotonic()
+
+    def _note_answer(self) -> None:
+        if self._trouble_since_s is None:
+            return
+        with self._lock:
+            if self._trouble_since_s is not None:
+                self._trouble_since_s = None
+                self.recovered_at_s = time.monotonic()
+
+    def _notice_fork(self) -> None:
+        """
+        In a forked child: forget what the parent knew, and locks that its threads held.
+        """
+        if os.getpid() == self._pid:
+            return
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._trouble_since_s = None
+        self.clock = ServerClock()
+        self._complaints = Complaints(3600.0)
+
+    def measure_clock(self) -> None:
+        """
+        Ask the server for its time if the last answer is old. One short round trip.
+        """
+        if not self.clock.stale:
+            return
+        with self._call():
+            reply = self._database.client.admin.command("hello")
+        received_at_s = time.monotonic()
+        local_time = reply.get("localTime")
+        if local_time is not None:
+            self.clock.set(local_time, received_at_s)

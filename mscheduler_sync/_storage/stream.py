@@ -1,0 +1,144 @@
+"""
+The thread of a change stream: opens it, reads it, opens it anew after any error.
+
+What comes out are hints. A resume token is never trusted to be complete: a stream
+begins from now, and its owner then looks for what was missed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import pymongo
+from bson.raw_bson import RawBSONDocument
+from pymongo.change_stream import ChangeStream
+from pymongo.collection import Collection
+from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.read_concern import ReadConcern
+
+from mscheduler_sync._runtime import backoff
+from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._storage.calls import translated
+from mscheduler_sync._storage.codec import ENVELOPE
+
+#: How long one getMore waits for events on the server, in milliseconds.
+AWAIT_MS: Final = 1000
+#: A reply that stays away this long, in seconds, counts as a dead connection.
+_SILENCE_S: Final = 10.0
+#: Without change streams: look again after this long, in seconds.
+REPROBE_S: Final = 300.0
+#: Not a replica set; no privilege; not supported here.
+_NO_STREAMS_CODES: Final = frozenset({13, 59, 115, 160, 40573, 40324, 20})
+
+
+class StreamReader(Service):
+    """
+    Reads the change stream of one collection through *pipeline*; see the module.
+
+    Subclasses say what to do with an event, and at an opening, a close and an end.
+    """
+
+    def __init__(
+        self,
+        collection: Collection[RawBSONDocument],
+        pipeline: list[dict[str, Any]],
+        *,
+        owner_id: str,
+        log: logging.Logger,
+        on_crash: CrashHandler,
+    ) -> None:
+        super().__init__("watch", f"ms-watch:{owner_id}", log, on_crash)
+        self._collection = collection
+        self._pipeline = pipeline
+        self._owner_id = owner_id
+        self._told_about_polling = False
+        #: Read by `health`.
+        self.is_open = False
+        self.last_event_at_s: float | None = None
+        self.last_opened_at_s: float | None = None
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def on_open(self) -> None:
+        """
+        Hook: the stream is open; what happened before must be looked for.
+        """
+
+    def on_close(self) -> None:
+        """
+        Hook: the stream is closed; what happens from now on is not told.
+        """
+
+    def on_end(self) -> None:
+        """
+        Hook: the stream has ended by itself: the collection was dropped or renamed.
+        """
+
+    def step(self) -> None:
+        """
+        Open the stream and read it until it ends, fails, or the stop is asked for.
+        """
+        try:
+            with self._open() as stream:
+                self.is_open = True
+                self.last_opened_at_s = time.monotonic()
+                self.on_open()
+                self._read(stream)
+        except PyMongoError as error:
+            self._close()
+            if isinstance(error, OperationFailure) and error.code in _NO_STREAMS_CODES:
+                self._poll_instead(error)
+                return
+            if not self.stopping:
+                raise translated(error) from error
+        finally:
+            self._close()
+
+    def _open(self) -> ChangeStream[Any]:
+        # A stream takes no other read concern than majority.
+        collection = self._collection.with_options(
+            codec_options=ENVELOPE, read_concern=ReadConcern("majority")
+        )
+        with pymongo.timeout(_SILENCE_S):
+            return collection.watch(self._pipeline, max_await_time_ms=AWAIT_MS)
+
+    def _close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self.on_close()
+
+    def _read(self, stream: ChangeStream[Any]) -> None:
+        while not self.stopping and stream.alive:
+            with pymongo.timeout(_SILENCE_S):
+                event = stream.try_next()
+            self.health.note_success()
+            if event is not None:
+                self.last_event_at_s = time.monotonic()
+                self.take(event)
+        if not self.stopping:
+            # Dropped or renamed: it may be there again, without its indexes.
+            self._log.warning(
+                "the change stream has ended; opening it again",
+                extra={"event": "stream_ended", "worker_id": self._owner_id},
+            )
+            self.on_end()
+            self.pause(backoff.jittered(1.0))
+
+    def _poll_instead(self, error: OperationFailure) -> None:
+        self.health.note_error(translated(error))
+        if not self._told_about_polling:
+            self._told_about_polling = True
+            self._log.warning(
+                "change streams are not to be had here; polling instead",
+                extra={
+                    "event": "polling",
+                    "worker_id": self._owner_id,
+                    "code": error.code,
+                    "error": str(translated(error)),
+                },
+            )
+        self.pause(REPROBE_S)
