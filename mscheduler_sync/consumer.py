@@ -120,6 +120,7 @@ class Consumer:
         self._state: State = "new"
         self._crash: ComponentCrashed | None = None
         self._report: StopReport | None = None
+        self._being_stopped = False
         self._stop_asked = threading.Event()
         self._stopped = threading.Event()
         self._hub = EventHub()
@@ -217,26 +218,37 @@ class Consumer:
                 self._state = "stopped"
                 self._report = StopReport()
                 self._stopped.set()
-            elif state == "running":
+            is_mine = parts is not None and not self._being_stopped and not self._stopped.is_set()
+            if is_mine:
                 self._state = "stopping"
-        if state == "running" and parts is not None:
+                self._being_stopped = True
+        if is_mine and parts is not None:
             self._stop_asked.set()
-            self._say("stopping")
-            try:
-                self._report = parts.stop(timeout_s)
-            finally:
-                with self._lock:
-                    self._state = "crashed" if self._crash else "stopped"
-                _living.discard(self)
-                self._say(self._state)
-                self._hub.close()
-                self._stopped.set()
+            self._stop_parts(parts, timeout_s)
         elif state == "new":
             self._hub.close()
         self._stopped.wait(timeout_s + 1.0)
         if self._crash is not None:
             raise self._crash
         return self._report or StopReport()
+
+    def _stop_parts(self, parts: Assembly, timeout_s: float) -> None:
+        """
+        Stop the threads. An interrupted stop (Ctrl-C) is not done: the next one goes on with it.
+        """
+        self._say("stopping")
+        try:
+            self._report = parts.stop(timeout_s)
+        except BaseException:
+            with self._lock:
+                self._being_stopped = False
+            raise
+        with self._lock:
+            self._state = "crashed" if self._crash else "stopped"
+        _living.discard(self)
+        self._say(self._state)
+        self._hub.close()
+        self._stopped.set()
 
     def request_stop(self) -> None:
         """

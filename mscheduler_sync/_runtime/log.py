@@ -9,17 +9,58 @@ Messages are constant; values stand in the record's fields (``event``,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from typing import Any
 
 from cachetools import TTLCache
 
 logging.getLogger("mscheduler_sync").addHandler(logging.NullHandler())
 
 
-def logger(component: str) -> logging.Logger:
-    return logging.getLogger(f"mscheduler_sync.{component}")
+class Log:
+    """
+    A logger whose calls never raise: the application's handlers, filters and streams may.
+
+    A worker must not lose a task because a log file is closed or a formatter is wrong.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    def debug(self, message: str, *, extra: dict[str, Any]) -> None:
+        self._log(logging.DEBUG, message, None, extra)
+
+    def info(
+        self, message: str, *, extra: dict[str, Any], exc_info: BaseException | None = None
+    ) -> None:
+        self._log(logging.INFO, message, exc_info, extra)
+
+    def warning(self, message: str, *, extra: dict[str, Any]) -> None:
+        self._log(logging.WARNING, message, None, extra)
+
+    def error(
+        self, message: str, *, extra: dict[str, Any], exc_info: BaseException | None = None
+    ) -> None:
+        self._log(logging.ERROR, message, exc_info, extra)
+
+    def critical(
+        self, message: str, *, extra: dict[str, Any], exc_info: BaseException | None = None
+    ) -> None:
+        self._log(logging.CRITICAL, message, exc_info, extra)
+
+    def _log(
+        self, level: int, message: str, exc_info: BaseException | None, extra: dict[str, Any]
+    ) -> None:
+        # Not an error of ours, and there is no place left to tell it.
+        with contextlib.suppress(Exception):
+            self._logger.log(level, message, exc_info=exc_info, extra=extra, stacklevel=3)
+
+
+def logger(component: str) -> Log:
+    return Log(f"mscheduler_sync.{component}")
 
 
 class Complaints:

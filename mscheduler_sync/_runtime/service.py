@@ -5,7 +5,6 @@ One named background thread that repeats a step, and what is known of its health
 from __future__ import annotations
 
 import collections
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from collections.abc import Callable
 import attrs
 
 from mscheduler_sync._runtime import backoff
-from mscheduler_sync._runtime.log import Complaints
+from mscheduler_sync._runtime.log import Complaints, Log
 from mscheduler_sync.errors import StoreError
 
 #: So many programming errors within so many seconds stop the consumer.
@@ -59,9 +58,7 @@ class Service:
     Stopping before starting, or twice, is fine.
     """
 
-    def __init__(
-        self, part: str, thread_name: str, log: logging.Logger, on_crash: CrashHandler
-    ) -> None:
+    def __init__(self, part: str, thread_name: str, log: Log, on_crash: CrashHandler) -> None:
         self.part = part
         self.health = PartHealth()
         self._log = log
