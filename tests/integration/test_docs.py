@@ -9,6 +9,7 @@ anything). ``MongoClient()`` is redirected to the test server, to databases of t
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
@@ -20,7 +21,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import pymongo
@@ -29,7 +30,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 import mscheduler_sync
-from mscheduler_sync import Consumer, Event, Health, Producer, StopReport, TaskContext
+from mscheduler_sync import Consumer, Event, Health, Producer, Reason, StopReport, TaskContext
 from mscheduler_sync._storage import statements
 from mscheduler_sync.embedded import EmbeddedServerError, find_server_command
 from tests.support import Document, wait_until
@@ -114,7 +115,9 @@ def redirected(
 
 
 @pytest.mark.usefixtures("redirected")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.name
+)
 def test_examples_run_and_print_what_they_say(page: Path) -> None:
     """
     Every Python block runs, and prints what the comments behind its prints promise.
@@ -209,6 +212,17 @@ def test_named_files_exist(page: Path) -> None:
     assert wrong == []
 
 
+def test_the_architecture_names_every_module() -> None:
+    """
+    Each module of the package has its place in docs/architecture.md.
+    """
+    page = text_of("docs/architecture.md")
+    modules = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")]
+    assert [
+        name for name in modules if not name.endswith("__init__.py") and f"`{name}`" not in page
+    ] == []
+
+
 def test_the_state_machine_names_every_statement_that_changes_a_task() -> None:
     """
     Each builder in docs/state_machine.md exists, and none that makes an Update is missing.
@@ -297,7 +311,7 @@ def test_every_event_is_documented_with_its_fields() -> None:
     """
     docs/events.md has a row for each event class, which names the fields that it adds.
     """
-    rows = dict(re.findall(r"^\| `(\w+)` \|(.+)$", text_of("docs/events.md"), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.+)$", text_of("docs/events.md"), re.M))
     for cls in Event.__subclasses__():
         assert cls.__name__ in rows
         fields = {field.name for field in attrs.fields(cls)} - {"key"}
@@ -306,17 +320,40 @@ def test_every_event_is_documented_with_its_fields() -> None:
 
 def test_every_log_event_is_documented() -> None:
     """
-    Whatever the package logs as ``event`` stands in docs/consumer.md, and nothing else does.
+    Whatever the package logs has a row in docs/ with its level and fields; nothing else has.
     """
-    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    logged = set(re.findall(r'"event": "(\w+)"', source))
-    rows = re.findall(
-        r"^\| `(\w+)` \| `(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)`", text_of("docs/consumer.md"), re.M
-    )
-    # Built from a state or a reason when they are logged.
-    built = {f"consumer_{s}" for s in ("running", "stopping", "stopped", "crashed")}
-    built |= {"cancel_requested", "shutdown", "options_changed", "timed_out", "lease_lost"}
-    assert set(rows) == logged | built
+    logged = list(logged_events())
+    names = {event for event, _, _ in logged}
+    # Built when they are logged, from a state of the consumer or from a reason.
+    built = {f"consumer_{state}" for state in ("running", "stopping", "stopped", "crashed")}
+    built |= set(get_args(Reason))
+    pages = "\n".join(page.read_text() for page in PAGES)
+    rows = dict(re.findall(r"^\| `(\w+)` \| (`[A-Z]+`.+)$", pages, re.MULTILINE))
+    assert set(rows) == names | built
+    shared = {"event", "worker_id", "task_key", "running_id", "attempt"}
+    wrong = [
+        (event, level, fields - shared)
+        for event, level, fields in logged
+        if not rows[event].startswith(f"`{level}`")
+        or not all(f"`{field}`" in rows[event] for field in fields - shared)
+    ]
+    assert wrong == []
+
+
+def logged_events() -> Iterator[tuple[str, str, set[str]]]:
+    """
+    Event, level and fields of each logging call of the package, as far as they are constant.
+    """
+    for path in PACKAGE.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            extra = next((k.value for k in call.keywords if k.arg == "extra"), None)
+            if isinstance(extra, ast.Dict):
+                keys = [key.value if isinstance(key, ast.Constant) else "" for key in extra.keys]
+                event = extra.values[keys.index("event")]
+                if isinstance(event, ast.Constant):
+                    yield str(event.value), call.func.attr.upper(), {str(k) for k in keys if k}
 
 
 def test_every_public_name_is_mentioned() -> None:
