@@ -11,15 +11,38 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from mscheduler_sync._runtime.log import Complaints, logger
 from tests.support import wait_until
 
 
-def test_loggers_are_named_by_component() -> None:
+def test_loggers_are_named_by_component(caplog: pytest.LogCaptureFixture) -> None:
     """
     The names are part of the public surface, whatever file the code is in.
     """
-    assert logger("watch") is logging.getLogger("mscheduler_sync.watch")
+    logger("watch").warning("polling", extra={"event": "polling"})
+    assert [(r.name, r.message, r.levelname) for r in caplog.records] == [
+        ("mscheduler_sync.watch", "polling", "WARNING")
+    ]
+
+
+class _Broken(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise ValueError("the stream is closed")
+
+
+def test_a_handler_that_raises_hurts_nobody() -> None:
+    """
+    The application's logging may be broken; a thread that tells something must not die of it.
+    """
+    target = logging.getLogger("mscheduler_sync.watch")
+    broken = _Broken()
+    target.addHandler(broken)
+    try:
+        logger("watch").error("told", extra={"event": "told"}, exc_info=OSError("x"))
+    finally:
+        target.removeHandler(broken)
 
 
 def test_a_program_without_logging_sees_nothing() -> None:
@@ -28,7 +51,7 @@ def test_a_program_without_logging_sees_nothing() -> None:
     """
     code = (
         "from mscheduler_sync._runtime.log import logger\n"
-        "logger('store').error('the database is in trouble')\n"
+        "logger('store').error('the database is in trouble', extra={})\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
