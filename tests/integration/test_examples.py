@@ -174,14 +174,13 @@ def test_the_demo_ends_cleanly_at_ctrl_c(
         process = start(*DEMO, uri=server_uri, terminal=terminal)
         os.close(terminal)
         shown = b""
-        while not re.search(rb"[1-9]\d? of 50 files", shown):
+        while b"\r\x1b[K[#" not in shown:
             shown += os.read(controller, 4096)
         process.send_signal(signal.SIGINT)
         # The workers hold the other end of this pipe too: it ends when the last of them does.
         _, complaints = process.communicate(timeout=30)
     finally:
         os.close(controller)
-    assert b"\r\x1b[K[#" in shown
     assert process.returncode == 130
     assert complaints == "\ninterrupted; the workers and the server have been stopped\n"
     assert _demo_databases(client) == []
