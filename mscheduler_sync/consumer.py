@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final
 
+import attrs
 from pymongo.collection import Collection
 
 from mscheduler_sync._runtime.delay_queue import DelayQueue
@@ -34,7 +35,12 @@ from mscheduler_sync.health import Health, State, take_health
 from mscheduler_sync.invocation import Invocation, invocation_of
 from mscheduler_sync.router import Router
 from mscheduler_sync.run_forever import serve
-from mscheduler_sync.settings import ConsumerSettings, check_max_workers, seconds
+from mscheduler_sync.settings import (
+    ConsumerSettings,
+    check_max_workers,
+    new_worker_id,
+    seconds,
+)
 
 _log = logger("consumer")
 
@@ -110,6 +116,7 @@ class Consumer:
             crate_interop=crate_interop,
         )
         self._settings = settings
+        self._has_own_id = worker_id is not None
         self._pid = os.getpid()
         self._router = func_or_router if isinstance(func_or_router, Router) else None
         self._function: Invocation | None = None
@@ -145,6 +152,7 @@ class Consumer:
                 msg = "the router has no functions; this consumer would never run anything"
                 raise ValueError(msg)
             self._router.freeze()
+        self._adopt_process()
         self._check_process()
         with self._lock:
             if self._state != "new":
@@ -327,7 +335,7 @@ class Consumer:
         """
         ``new``, ``running``, ``stopping``, ``stopped``, ``crashed``; ``forked`` in a child process.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid and self._state != "new":
             return "forked"
         with self._lock:
             return self._state
@@ -462,6 +470,17 @@ class Consumer:
         if self._crash is not None:
             raise self._crash
 
+    def _adopt_process(self) -> None:
+        """
+        One that was made before a fork and never started belongs to the process that starts it.
+        """
+        if os.getpid() == self._pid or self._state != "new":
+            return
+        self._pid = os.getpid()
+        if not self._has_own_id:
+            self._settings = attrs.evolve(self._settings, worker_id=new_worker_id())
+        self._renew()
+
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             msg = "this consumer belongs to the parent process; make one in this process"
@@ -469,18 +488,24 @@ class Consumer:
 
     def _become_child(self) -> None:
         """
-        In a forked child: fresh locks, nothing running, no events to come.
+        In a forked child: nothing running, no events to come.
+        """
+        self._renew()
+        self._stopped.set()
+        self._hub.close()
+        self._parts = None
+
+    def _renew(self) -> None:
+        """
+        Fresh locks: those of before a fork may be held for ever.
         """
         self._lock = threading.Lock()
         self._stop_asked = threading.Event()
         self._stopped = threading.Event()
-        self._stopped.set()
         self._slots = Slots(self._settings.max_workers)
         self._queue = DelayQueue(self._settings.queue_limit)
         self._running = RunningAttempts(self._slots, is_stopping=self._stop_asked.is_set)
         self._hub = EventHub()
-        self._hub.close()
-        self._parts = None
 
     def _force(self, timeout_s: float) -> None:
         """
