@@ -54,6 +54,10 @@ test-all: install ## Run every test but soak and bench
 stress: install ## Run the stress tests (minutes)
 	@$(BIN)/python -m pytest -m stress
 
+.PHONY: soak
+soak: install ## Kill, freeze and cut a fleet at random (MINUTES=10 SEED=...)
+	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
+
 .PHONY: lint
 lint: install ## Check style and formatting
 	@$(BIN)/ruff check .
