@@ -51,21 +51,23 @@ class _Signals:
             # One that is ignored (nohup, a shell's background job) stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)
+        _installed.append(self)
         try:
             yield
         finally:
-            for number, handler in self._previous.items():
-                signal.signal(number, self._restorable(handler))
+            if self in _installed:  # not so in a forked child
+                _installed.remove(self)
+                self.put_back()
 
-    @staticmethod
-    def _restorable(handler: Any) -> Any:
-        # None: the handler was not set from Python and cannot be put back by it.
-        return signal.SIG_DFL if handler is None else handler
+    def put_back(self) -> None:
+        for number, handler in self._previous.items():
+            # None: the handler was not set from Python and cannot be put back by it.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A process that a function has forked: it dies as if we had never been there.
-            signal.signal(number, self._restorable(self._previous.get(number)))
+            # A forked process that came here all the same: it dies as if we had never been.
+            self.put_back()
             os.kill(os.getpid(), number)
             return
         self.count += 1
@@ -76,6 +78,22 @@ class _Signals:
                 previous(number, frame)
             except BaseException as error:  # noqa: BLE001 - SystemExit is common; raised after the stop
                 self.raised = error
+
+
+_installed: list[_Signals] = []
+
+
+def _put_back_in_child() -> None:
+    """
+    A process that a function forks must be one that SIGTERM ends.
+    """
+    for signals in _installed:
+        signals.put_back()
+    _installed.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_put_back_in_child)
 
 
 def serve(

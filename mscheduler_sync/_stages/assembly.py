@@ -117,6 +117,7 @@ class Assembly:
             margin_s=settings.lease_margin_s,
             value_limit_bytes=settings.result_limit_bytes,
             start=running.start,
+            holds=running.holds,
             on_low=self.fetcher.queue_runs_low,
             on_crash=on_crash,
         )

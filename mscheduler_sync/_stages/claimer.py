@@ -63,6 +63,7 @@ class Claimer(Service):
         margin_s: float | None,
         value_limit_bytes: int,
         start: Callable[[HeldAttempt], bool],
+        holds: Callable[[str], bool],
         on_low: Callable[[], None],
         on_crash: CrashHandler,
     ) -> None:
@@ -77,6 +78,7 @@ class Claimer(Service):
         self._margin_s = margin_s
         self._value_limit_bytes = value_limit_bytes
         self._start = start
+        self._holds = holds
         self._on_low = on_low
         # Of this thread alone.
         self._contention_s = 0.0
@@ -102,6 +104,9 @@ class Claimer(Service):
             self._hub.publish(WaitOccupyQueueEmpty())
         if left < max(2 * self._slots.size, BATCH):
             self._on_low()
+        # A lease that lapsed while the store was slow is ours to renew, not to take over: the
+        # function runs here, or its outcome is on its way.
+        entries = [entry for entry in entries if not self._holds(entry.key)]
         entries = self._after_contention(entries)
         if entries and not self.stopping:
             self._claim(entries)
@@ -118,7 +123,7 @@ class Claimer(Service):
         """
         After lost claims: wait a little, at random, and leave what others have taken meanwhile.
         """
-        if self._contention_s <= 0.0 or len(entries) > 1:
+        if self._contention_s <= 0.0 or len(entries) != 1:
             return entries
         self.pause(random.random() * self._contention_s)
         still_due = []

@@ -34,6 +34,13 @@ def describe(error: BaseException) -> str:
     return bounded("\n".join([head, *links, frames.rstrip()]).rstrip())
 
 
+def name_and_text(error: BaseException) -> tuple[str, str]:
+    """
+    Return class and message of *error*, bounded; never raises.
+    """
+    return _type_name(error)[:200], bounded(_message(error))
+
+
 def bounded(text: str) -> str:
     """
     Return *text* as valid Unicode of at most `MAX_REASON_BYTES`, its middle cut out if need be.

@@ -4,6 +4,7 @@ The attempts of this consumer, from the claim until nothing more is to be writte
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ class RunningAttempts:
         self._lock = threading.Lock()
         # All under _lock.
         self._held: dict[str, HeldAttempt] = {}
+        self._keys: collections.Counter[str] = collections.Counter()
         self._stuck: dict[str, HeldAttempt] = {}
         self._finished_in_stop: list[str] = []
         self._released_in_stop: list[str] = []
@@ -57,6 +59,7 @@ class RunningAttempts:
         """
         with self._lock:
             self._held[attempt.running_id] = attempt
+            self._keys[attempt.key] += 1
         self._heartbeats.add(attempt)
         try:
             self._executor.submit(attempt)
@@ -97,7 +100,10 @@ class RunningAttempts:
         Nothing more will be written for *attempt*.
         """
         with self._lock:
-            self._held.pop(attempt.running_id, None)
+            if self._held.pop(attempt.running_id, None) is not None:
+                self._keys[attempt.key] -= 1
+                if not self._keys[attempt.key]:
+                    del self._keys[attempt.key]
             has_ended = verdict == "stored" and isinstance(outcome, Succeeded | Failed)
             if has_ended and self._is_stopping():
                 self._finished_in_stop.append(attempt.key)
@@ -140,6 +146,13 @@ class RunningAttempts:
         """
         with self._lock:
             return len(self._held)
+
+    def holds(self, key: str) -> bool:
+        """
+        Whether an attempt of the task *key* is here whose end is not settled.
+        """
+        with self._lock:
+            return key in self._keys
 
     def keys(self) -> list[str]:
         with self._lock:

@@ -7,7 +7,6 @@ begins from now, and its owner then looks for what was missed.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -20,6 +19,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mscheduler_sync._runtime import backoff
+from mscheduler_sync._runtime.log import Log
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._storage.calls import translated
 from mscheduler_sync._storage.codec import ENVELOPE
@@ -47,7 +47,7 @@ class StreamReader(Service):
         pipeline: list[dict[str, Any]],
         *,
         owner_id: str,
-        log: logging.Logger,
+        log: Log,
         on_crash: CrashHandler,
     ) -> None:
         super().__init__("watch", f"ms-watch:{owner_id}", log, on_crash)
@@ -83,16 +83,20 @@ class StreamReader(Service):
         Open the stream and read it until it ends, fails, or the stop is asked for.
         """
         try:
-            with self._open() as stream:
+            stream = self._open()
+        except PyMongoError as error:
+            # Only here: while reading, the same codes mean that this stream cannot go on.
+            if isinstance(error, OperationFailure) and error.code in _NO_STREAMS_CODES:
+                self._poll_instead(error)
+                return
+            raise translated(error) from error
+        try:
+            with stream:
                 self.is_open = True
                 self.last_opened_at_s = time.monotonic()
                 self.on_open()
                 self._read(stream)
         except PyMongoError as error:
-            self._close()
-            if isinstance(error, OperationFailure) and error.code in _NO_STREAMS_CODES:
-                self._poll_instead(error)
-                return
             if not self.stopping:
                 raise translated(error) from error
         finally:
@@ -130,6 +134,8 @@ class StreamReader(Service):
 
     def _poll_instead(self, error: OperationFailure) -> None:
         self.health.note_error(translated(error))
+        # Known and lived with: polling is the regular way here.
+        self.health.note_success()
         if not self._told_about_polling:
             self._told_about_polling = True
             self._log.warning(
