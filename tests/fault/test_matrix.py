@@ -1,0 +1,294 @@
+"""
+Every command of every part, with every kind of fault.
+
+The parts and their commands: see `PARTS`. After each fault the work is done, once; every slot
+works (a probe), every part is well, every guarantee holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import attrs
+import pytest
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mscheduler_sync import Producer, SendResult, StoreError, StoreRejected
+from tests.fault.scene import (
+    CALLER,
+    CLOSED,
+    FORBIDDEN,
+    REFUSED,
+    TRANSIENT,
+    UNCONFIRMED,
+    Fault,
+    Scene,
+    blocked,
+    scene_on,
+)
+from tests.support import Document, fail_point, wait_until
+
+#: Longer than the lease in `SHORT`.
+BLOCKED = blocked(1500)
+SHORT: Mapping[str, Any] = {"lease": 1.0, "heartbeat": 0.3}
+
+When = Literal["before the start", "idle", "while it runs", "at its end"]
+
+
+@attrs.frozen
+class Part:
+    """
+    One command of one part, and when it is sent.
+    """
+
+    name: str
+    thread: str
+    command: str
+    sent: When
+    #: Tells this command from others of the same name.
+    only: Callable[[Mapping[str, Any]], bool] = lambda _: True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _reads_attempt(command: Mapping[str, Any]) -> bool:
+    return "task_state.worker_states.running_id" in command["filter"]
+
+
+def _reads_due(command: Mapping[str, Any]) -> bool:
+    return isinstance(command["filter"].get("lanes"), str)
+
+
+WRITES = (
+    Part("claim", "claim", "update", "idle"),
+    Part("heartbeat", "beat", "update", "while it runs"),
+    Part("outcome", "outcome", "update", "at its end"),
+)
+READS = (
+    Part("read-back", "claim", "find", "idle", _reads_attempt),
+    Part("heartbeat's look", "beat", "find", "while it runs"),
+    Part("due query", "fetch", "find", "before the start", _reads_due),
+    Part("stream's opening", "watch", "aggregate", "before the start"),
+    Part("stream", "watch", "getMore", "before the start"),
+    Part("indexes", "fetch", "createIndexes", "before the start"),
+)
+PARTS = (*WRITES, *READS)
+
+
+def cells() -> Iterator[tuple[Part, Fault]]:
+    """
+    Yield parts with faults; of each kind of code another one for each part, in turn.
+    """
+    for number, part in enumerate(PARTS):
+        yield part, TRANSIENT[number % len(TRANSIENT)]
+        # A missing privilege means much to the stream: both of its commands meet that.
+        yield part, (FORBIDDEN if part.thread == "watch" else REFUSED[number % len(REFUSED)])
+        yield part, CLOSED
+        yield part, BLOCKED
+        if part in WRITES:
+            yield part, UNCONFIRMED
+
+
+@pytest.fixture
+def retrying(
+    server_uri: str, client: MongoClient[Document], database: Database[Document]
+) -> Iterator[Scene]:
+    """
+    A scene whose driver repeats reads and writes by itself.
+    """
+    with scene_on(server_uri, database, client, retryWrites=True, retryReads=True) as scene:
+        yield scene
+
+
+def as_the_library_meets_it(fault: Fault) -> list[Fault]:
+    """
+    Return the faults that make a driver with retries give up, or try twice.
+    """
+    return [fault, fault] if fault.is_retried_by_driver else [fault]
+
+
+@pytest.mark.parametrize(("part", "fault"), list(cells()), ids=str)
+def test_a_fault_delays_the_work_and_no_more(scene: Scene, part: Part, fault: Fault) -> None:
+    """
+    One failed command of any part, of any kind, costs time but no task and no second run (B16).
+    """
+    play(scene, part, [fault])
+
+
+@pytest.mark.parametrize("fault", [TRANSIENT[0], CLOSED, UNCONFIRMED], ids=str)
+@pytest.mark.parametrize("part", WRITES, ids=str)
+def test_a_fault_with_retryable_writes(retrying: Scene, part: Part, fault: Fault) -> None:
+    """
+    It is the same where the driver repeats writes by itself (B17).
+    """
+    play(retrying, part, as_the_library_meets_it(fault))
+
+
+def play(scene: Scene, part: Part, faults: list[Fault]) -> None:
+    """
+    Run one task while *part* meets *faults*.
+    """
+    options = SHORT if BLOCKED in faults or part.thread == "beat" else {}
+    with contextlib.ExitStack() as stack:
+        if part.sent != "before the start":
+            consumer = stack.enter_context(scene.consuming())
+            wait_until(lambda: consumer.health().discovery == "stream", "the stream is open")
+        if part.sent in {"while it runs", "at its end"}:
+            scene.send("task", "wait", **options)
+            scene.witness.wait_begun("task")
+        rule = scene.app.hit(part.thread, part.command, *faults, when=part.only)
+        if part.sent == "before the start":
+            scene.send("task", **options)
+            stack.enter_context(scene.consuming(poll_interval=0.1))
+        elif part.sent == "idle":
+            scene.send("task", **options)
+        elif part.sent == "at its end":
+            scene.gate("task").set()
+        rule.wait_done()
+        scene.gate("task").set()
+        scene.wait_status("task", "succeeded")
+        scene.settled()
+        assert scene.witness.count("task") == 1
+
+
+def test_the_outcome_is_refused_many_times(scene: Scene) -> None:
+    """
+    While the outcome cannot be stored the lease is kept, and no other worker gets the task (B16).
+    """
+    with scene.consuming():
+        scene.send("task", "wait", **SHORT)
+        first = scene.witness.wait_begun("task")
+        with scene.another_consumer(worker_id="two"):
+            rule = scene.app.hit("outcome", "update", *[TRANSIENT[0]] * 3)
+            scene.gate("task").set()
+            rule.wait_done()
+            document = scene.wait_status("task", "succeeded")
+        scene.settled()
+    assert [run.running_id for run in scene.witness.runs("task")] == [first.running_id]
+    assert len(document["task_state"]["worker_states"]) == 1
+
+
+@pytest.mark.parametrize("number", [11600, 11602, 189, 91, 10107, 13435])
+def test_every_command_fails_for_a_while(
+    scene: Scene, client: MongoClient[Document], number: int
+) -> None:
+    """
+    A server that steps down or shuts down with tasks in flight costs none of them (B58).
+    """
+    running = [f"running-{n}" for n in range(3)]
+    waiting = [f"waiting-{n}" for n in range(3)]
+    commands = ["update", "find", "aggregate", "getMore", "createIndexes"]
+    with scene.consuming(max_workers=3):
+        for key in running:
+            scene.send(key, "wait", **SHORT)
+        for key in running:
+            scene.witness.wait_begun(key)
+        with fail_point(client, commands, "alwaysOn", errorCode=number, appName=scene.app.name):
+            scene.gate(running[0]).set()
+            for key in waiting:
+                scene.send(key)
+            for part, command in [("beat", "update"), ("outcome", "update"), ("watch", "getMore")]:
+                wait_until(partial(has_met, scene, part, command, number), f"{part} meets it")
+        scene.open_all()
+        for key in (*running, *waiting):
+            scene.wait_status(key, "succeeded")
+        scene.settled()
+    assert [scene.witness.count(key) for key in (*running, *waiting)] == [1] * 6
+
+
+@pytest.mark.parametrize("fault", [TRANSIENT[0], REFUSED[0], FORBIDDEN, CLOSED, BLOCKED], ids=str)
+def test_the_server_does_not_introduce_itself(
+    server_uri: str, client: MongoClient[Document], database: Database[Document], fault: Fault
+) -> None:
+    """
+    A consumer whose every ``hello`` fails, the driver's own included, works once they succeed.
+    """
+    impatient = {"serverSelectionTimeoutMS": 500, "connectTimeoutMS": 1000}
+    with (
+        scene_on(server_uri, database, client, **impatient) as scene,
+        fail_point(client, ["hello"], "alwaysOn", appName=scene.app.name, **fault.data),
+    ):
+        scene.send("task", **SHORT)
+        with scene.consuming() as consumer:
+            wait_until(lambda: consumer.health().parts["fetch"].last_error, "it is in trouble")
+            scene.app.disarm()
+            scene.wait_status("task", "succeeded")
+            scene.settled()
+            assert scene.witness.count("task") == 1
+
+
+def has_met(scene: Scene, part: str, command: str, number: int) -> bool:
+    return any(call.reply.get("code") == number for call in scene.app.log.of(part, command))
+
+
+# -- the producer -------------------------------------------------------------------------------
+
+SENDS = (
+    Part("insert", CALLER, "insert", "idle"),
+    Part("change", CALLER, "update", "idle"),
+    Part("indexes", CALLER, "createIndexes", "idle"),
+)
+
+
+@pytest.mark.parametrize("retries", [False, True], ids=["plain", "retrying"])
+@pytest.mark.parametrize("part", SENDS, ids=str)
+def test_a_send_meets_every_fault(
+    request: pytest.FixtureRequest, part: Part, retries: bool
+) -> None:
+    """
+    A send that returns is stored once, as it says; one that raises may be repeated.
+    """
+    scene: Scene = request.getfixturevalue("retrying" if retries else "scene")
+    with scene.consuming(watch=False, poll_interval=0.1):
+        for fault in (*TRANSIENT, *REFUSED, CLOSED, blocked(300), UNCONFIRMED):
+            key = f"{part} {fault}"
+            producer = Producer(scene.app_tasks)
+            if part.command == "update":
+                scene.send(key, delay=3600)
+            faults = as_the_library_meets_it(fault) if retries else [fault]
+            rule = scene.app.hit(part.thread, part.command, *faults)
+            result = send_until_it_returns(producer, key, fault)
+            rule.wait_done(0)
+            assert (result.inserted, result.updated) == (
+                (False, True) if part.command == "update" else (True, False)
+            ), key
+            scene.invariants.sent(key)
+            assert scene.wait_status(key, "succeeded")["params"] == {"do": "return", "value": 1}
+            assert scene.tasks.count_documents({"key": key}) == 1
+            assert scene.witness.count(key) == 1
+        scene.settled()
+
+
+def send_until_it_returns(producer: Producer, key: str, fault: Fault) -> SendResult:
+    """
+    Send, and send again after an error, as an application does; at most thrice.
+    """
+    params = {"do": "return", "value": 1}
+    for _ in range(2):
+        try:
+            return producer.send(key, params, delay=0, if_exists="update")
+        except StoreError as error:
+            if isinstance(error, StoreRejected) != (fault is FORBIDDEN):
+                raise
+    return producer.send(key, params, delay=0, if_exists="update")
+
+
+def test_no_fault_leaves_a_thread_behind(scene: Scene) -> None:
+    """
+    After faults on all its parts a stopped consumer has left no thread.
+    """
+    with scene.consuming():
+        for part in ("claim", "outcome"):
+            rule = scene.app.hit(part, "update", CLOSED)
+            scene.send(part)
+            rule.wait_done()
+            scene.wait_status(part, "succeeded")
+        scene.settled()
+    names = [t.name for t in threading.enumerate() if t.name.startswith("ms-")]
+    assert names == []
