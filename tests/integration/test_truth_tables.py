@@ -7,22 +7,36 @@ from __future__ import annotations
 import collections
 import copy
 import datetime as dt
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import attrs
+import bson
 import pytest
-from bson import Int64
+from bson import (
+    Binary,
+    Code,
+    Decimal128,
+    Int64,
+    MaxKey,
+    MinKey,
+    ObjectId,
+    Regex,
+    Timestamp,
+)
+from bson.raw_bson import RawBSONDocument
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pymongo import UpdateOne
 from pymongo.collection import Collection
 
 from mscheduler_sync import model
-from mscheduler_sync._storage import statements
+from mscheduler_sync._storage import codec, statements
 from mscheduler_sync._storage.sending import SendOptions
 from mscheduler_sync._storage.statements import Update
 from mscheduler_sync._storage.store import TaskStore
+from mscheduler_sync.errors import InvalidTask
 from tests import oracle
 from tests.oracle import FUTURE, PAST, UTC, Claim, Document
 
@@ -314,6 +328,10 @@ def cases(generated: list[tuple[Document, int]]) -> list[Case]:
 Make = Callable[[Sequence[Case]], Update]
 
 
+#: Fewer cases where each is a statement of its own.
+ALONE: Final = slice(None, None, 3)
+
+
 @attrs.define
 class Table:
     """
@@ -325,6 +343,12 @@ class Table:
     store: TaskStore
     earliest: dt.datetime = oracle.EPOCH
     latest: dt.datetime = oracle.NEVER
+
+    def some(self) -> Table:
+        """
+        The same collection with some of the cases.
+        """
+        return attrs.evolve(self, cases=self.cases[ALONE])
 
     def _server_time(self) -> dt.datetime:
         reply = self.collection.database.client.admin.command("hello")
@@ -357,7 +381,6 @@ class Table:
         Compare every document with what it was expected to become.
         """
         found = self.documents()
-        assert len(found) == len(self.cases)
         for case in self.cases if cases is None else cases:
             expected, got = expect(case), found[case.key]
             problem = oracle.difference(expected, got, self.earliest, self.latest)
@@ -424,9 +447,11 @@ def test_claims(table: Table, together: bool) -> None:
     A claim is won exactly where the rules allow it, and settles what has expired in any case.
     """
     make = _make_claim()
+    refusals = collections.Counter(_claim(case).refusal for case in table.cases)
+    table = table if together else table.some()
     table.run(make, together=together)
     table.check(lambda case: _claim(case).document)
-    refusals = collections.Counter(_claim(case).refusal for case in table.cases)
+    table.check_repeating_changes_nothing(make, together=together)
     assert set(refusals) == {
         None,
         "not for this worker",
@@ -439,7 +464,6 @@ def test_claims(table: Table, together: bool) -> None:
         "spent by this worker",
     }
     assert refusals[None] > len(table.cases) / 10
-    table.check_repeating_changes_nothing(make, together=together)
 
 
 def test_claims_are_read_back(table: Table) -> None:
@@ -463,7 +487,7 @@ def test_claims_are_read_back(table: Table) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("names", [["a"], ["b", None], ["$a", "unknown"]])
+@pytest.mark.parametrize("names", [["a", "$a"], ["b", None]])
 def test_claims_by_name(table: Table, names: list[str | None]) -> None:
     """
     A consumer with names touches no task of another name; None stands for tasks without one.
@@ -474,7 +498,7 @@ def test_claims_by_name(table: Table, names: list[str | None]) -> None:
     assert {None, "unknown name"} <= refusals
 
 
-@pytest.mark.parametrize("since_outage_ms", [0, 500, 4_999, 5_000])
+@pytest.mark.parametrize("since_outage_ms", [0, 4_999, 5_000])
 def test_claims_after_an_outage(table: Table, since_outage_ms: int) -> None:
     """
     Nothing is settled before the task's own heartbeat interval has passed since the outage.
@@ -572,6 +596,7 @@ def test_outcomes(table: Table, name: str, together: bool) -> None:
     An outcome changes an open attempt, also one whose lease has ended, and nothing else.
     """
     make, expect = ENDS[name]
+    table = table if together else table.some()
     table.run(make, together=together)
     table.check(expect)
     changed = [oracle.open_attempt(case.document, case.running_id) for case in table.cases]
@@ -586,6 +611,7 @@ def test_outcomes_carry_progress(table: Table) -> None:
     The last progress is stored with the outcome, whatever it is made of.
     """
     progress = {"$set": ["$$NOW", "$key"]}
+    table = table.some()
     table.run(
         lambda cases: statements.succeed([cases[0].ref], [1], progress=progress), together=False
     )
@@ -601,6 +627,7 @@ def test_heartbeats(table: Table, together: bool) -> None:
     def make(cases: Sequence[Case]) -> Update:
         return statements.heartbeat(_refs(cases))
 
+    table = table if together else table.some()
     table.run(make, together=together)
     table.check(lambda case: oracle.heartbeat(case.document, case.running_id))
     before = table.documents()
@@ -619,6 +646,7 @@ def test_heartbeats_carry_progress(table: Table) -> None:
     Progress rides on a heartbeat, whatever it is made of.
     """
     progress = ["$key", {"$literal": "$$NOW"}]
+    table = table.some()
     table.run(lambda cases: statements.heartbeat([cases[0].ref], progress=progress), together=False)
     table.check(lambda case: oracle.heartbeat(case.document, case.running_id, progress=progress))
 
@@ -635,14 +663,16 @@ def test_repairs(table: Table, together: bool) -> None:
     def make(cases: Sequence[Case]) -> Update:
         return statements.repair([case.key for case in cases])
 
+    table = table if together else table.some()
     table.run(make, together=together)
     table.check(lambda case: oracle.repair(case.document))
+    table.check_repeating_changes_nothing(make, together=together)
     assert {oracle.status_of(case.document) for case in table.cases} == set(model.STATUSES)
-    for document in table.store.collection.find():
+    keys = [case.key for case in table.cases]
+    for document in table.store.collection.find({"key": {"$in": keys}}):
         task = model.read_task(document, table.collection.codec_options)
         assert task.status == document["status"]
         assert task.due_at == document["due"].replace(tzinfo=UTC)
-    table.check_repeating_changes_nothing(make, together=together)
 
 
 def test_cancelling(table: Table) -> None:
@@ -712,3 +742,391 @@ def test_sending_a_cancelled_task_again(table: Table) -> None:
     assert chosen
     table.run(_make_resend, together=False, cases=chosen)
     table.check(lambda case: oracle.resend(case.document, **_resend_arguments(case)), cases=chosen)
+
+
+# -- odd documents ---------------------------------------------------------------------------
+
+#: What may stand where something else is expected.
+ODD_VALUES: Final[list[Any]] = [
+    *(None, True, "", "x", "$x", "$$NOW"),
+    *(-1, 0, 1.5, 2**62, -(2**62), float("nan"), float("inf"), float("-inf"), 1e308),
+    *(Decimal128("5"), Decimal128("NaN"), Decimal128("1E+6000")),
+    *([], [1], ["a"], [None], [[1]], [PAST], [{"a": 1}], [{"running_id": "x"}]),
+    *({}, {"a": 1}, {"time": PAST}, {"$x": 1}),
+    *(PAST, FUTURE, oracle.EPOCH, oracle.NEVER, dt.datetime(1, 1, 1, tzinfo=UTC)),
+    *(ObjectId(), Timestamp(1, 1), Binary(b"x"), Regex("a"), MinKey(), MaxKey(), Code("x")),
+]
+_ATTEMPT = "task_state.worker_states.0"
+ODD_PLACES: Final = [
+    *("params", "task_state", "task_state.start_time", "task_state.create_time"),
+    *("task_state.worker_states", _ATTEMPT, f"{_ATTEMPT}.running_id", f"{_ATTEMPT}.worker_id"),
+    *(f"{_ATTEMPT}.ping_expire_time", f"{_ATTEMPT}.success_time", f"{_ATTEMPT}.fail_time"),
+    *(f"{_ATTEMPT}.fail_reason", f"{_ATTEMPT}.retry_time", f"{_ATTEMPT}.claim_time"),
+    *(f"{_ATTEMPT}.interrupted", f"{_ATTEMPT}.final", f"{_ATTEMPT}.returns"),
+    *("task_option", "task_option.priority", "task_option.concurrent_worker_cnt"),
+    *("task_option.ping_interval_ms", "task_option.worker_timeout_ms"),
+    *("task_option.specific_worker_ids", "task_option.max_unexpected_retries"),
+    *("task_option.unexpected_retry_delay_ms", "name", "tags", "retry", "retry.scope"),
+    *("keep_ms", "timeout_ms", "cancel", "cancel.time", "cancel.worker_ids", "counters"),
+    *("counters.released", "counters.failed", "counters.succeeded", "counters.snoozed"),
+    *("status", "finished_at", "expire_at", "beat", "progress", "send_id"),
+    *("_tally", "_may", "_ended", "_derived", "a.b", ""),
+]
+#: Where a value is an array, the index of lanes and due times takes no array beside it.
+_WITHOUT_ARRAYS: Final = ["due", "lanes"]
+ODD_ATTEMPTS: Final[list[Any]] = [
+    *(None, 5, "x", {}, [], [[]], {"worker_id": None}, {"worker_id": 5}, {"running_id": "x"}),
+    *([{"worker_id": "w"}], {"worker_id": {}}, {"worker_id": "w", "ping_expire_time": "soon"}),
+]
+
+
+def _put_anywhere(document: Document, path: str, value: object) -> None:
+    """
+    Put *value* at *path*, making what leads there; numbers are positions in arrays.
+    """
+    if path in {"a.b", ""}:
+        document[path] = value
+        return
+    *holders, name = path.split(".")
+    place: Any = document
+    for holder in holders:
+        if isinstance(place, list):
+            place = place[0] if place else {}
+        elif isinstance(place, dict):
+            place = place.setdefault(holder, {})
+    if isinstance(place, list) and place:
+        place[0] = value
+    elif isinstance(place, dict):
+        place[name] = value
+
+
+@st.composite
+def odd_documents(draw: st.DrawFn) -> Document:
+    """
+    A task of which one to three fields are something else than they should be.
+    """
+    document: Document = copy.deepcopy(draw(st.sampled_from(CHOSEN)))
+    places = st.sampled_from(ODD_PLACES)
+    for path in draw(st.lists(places, min_size=1, max_size=3, unique=True)):
+        _put_anywhere(document, path, copy.deepcopy(draw(st.sampled_from(ODD_VALUES))))
+    if draw(st.sampled_from([False, False, True])):
+        scalars = [value for value in ODD_VALUES if not isinstance(value, list)]
+        document[draw(st.sampled_from(_WITHOUT_ARRAYS))] = draw(st.sampled_from(scalars))
+    state = document["task_state"]
+    states = state.get("worker_states") if isinstance(state, dict) else None
+    if isinstance(states, list) and draw(st.booleans()):
+        odd = draw(st.lists(st.sampled_from(ODD_ATTEMPTS), max_size=3))
+        states[draw(st.integers(0, len(states))) :] = copy.deepcopy(odd)
+    return document
+
+
+@pytest.fixture(scope="module")
+def generated_odd() -> list[Document]:
+    every_place = [plain({"ping_expire_time": PAST}) for _ in ODD_PLACES]
+    for document, path in zip(every_place, ODD_PLACES, strict=True):
+        _put_anywhere(document, path, None)
+    return every_place + _generated(odd_documents(), GENERATED)
+
+
+@pytest.fixture
+def odd_table(collection: Collection[Document], generated_odd: list[Document]) -> Table:
+    """
+    Odd documents, and an ordinary one after every tenth of them.
+    """
+    cases = []
+    for number, document in enumerate(copy.deepcopy(generated_odd)):
+        document["key"] = f"task {number}"
+        state = document["task_state"]
+        states = state.get("worker_states") if isinstance(state, dict) else None
+        for position, attempt in enumerate(states if isinstance(states, list) else []):
+            if isinstance(attempt, dict) and "running_id" not in attempt:
+                attempt["running_id"] = f"{document['key']}:{position}"
+        cases.append(Case(document, 1))
+        if number % 10 == 0:
+            chosen = copy.deepcopy(CHOSEN[number // 10 % len(CHOSEN)])
+            chosen["key"] = f"task {number + 10_000}"
+            for position, attempt in enumerate(oracle.attempts_of(chosen)):
+                attempt["running_id"] = f"{chosen['key']}:{position}"
+            cases.append(Case(chosen, 1))
+    store = TaskStore(collection)
+    store.ensure_indexes()
+    collection.drop_index("expire_at")
+    collection.insert_many([case.document for case in cases])
+    return Table(collection, cases, store)
+
+
+def _is_ordinary(case: Case) -> bool:
+    return int(case.key.removeprefix("task ")) >= 10_000
+
+
+def _first_refs(cases: Sequence[Case]) -> list[tuple[str, str]]:
+    """
+    The first attempt of each case, as far as it has one.
+    """
+    return [(case.key, f"{case.key}:0") for case in cases]
+
+
+ON_ODD_DOCUMENTS: Final[dict[str, tuple[Make, Callable[[Case], Document]]]] = {
+    "claim": (
+        lambda cases: statements.claim([(c.key, f"{c.key}:new") for c in cases], ME),
+        lambda case: oracle.claim(case.document, f"{case.key}:new", ME).document,
+    ),
+    "claim after an outage": (
+        lambda cases: statements.claim(
+            [(c.key, f"{c.key}:new") for c in cases], ME, names=[None], elapsed_since_outage_ms=100
+        ),
+        lambda case: (
+            oracle.claim(
+                case.document, f"{case.key}:new", ME, names=[None], since_outage_ms=100
+            ).document
+        ),
+    ),
+    "heartbeat": (
+        lambda cases: statements.heartbeat(_first_refs(cases)),
+        lambda case: oracle.heartbeat(case.document, f"{case.key}:0"),
+    ),
+    "succeed": (
+        lambda cases: statements.succeed(_first_refs(cases), [1] * len(cases)),
+        lambda case: oracle.succeed(case.document, f"{case.key}:0", 1),
+    ),
+    "fail": (
+        lambda cases: statements.fail(
+            _first_refs(cases), [statements.Failure("x", 1_000)] * len(cases)
+        ),
+        lambda case: oracle.fail(case.document, f"{case.key}:0", "x", 1_000, for_good=False),
+    ),
+    "release": (
+        lambda cases: statements.release(_first_refs(cases)),
+        lambda case: oracle.release(case.document, f"{case.key}:0"),
+    ),
+    "snooze": (
+        lambda cases: statements.snooze(_first_refs(cases), [5_000] * len(cases)),
+        lambda case: oracle.snooze(case.document, f"{case.key}:0", 5_000),
+    ),
+    "mark_interrupted": (
+        lambda cases: statements.mark_interrupted(_first_refs(cases)),
+        lambda case: oracle.mark_interrupted(case.document, f"{case.key}:0"),
+    ),
+    "repair": (
+        lambda cases: statements.repair([case.key for case in cases]),
+        lambda case: oracle.repair(case.document),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(ON_ODD_DOCUMENTS))
+def test_odd_documents_raise_nothing(odd_table: Table, name: str) -> None:
+    """
+    Whatever stands in a document, a statement changes it or does not; its neighbours are served.
+    """
+    make, expect = ON_ODD_DOCUMENTS[name]
+    before = odd_table.documents()
+    odd_table.run(make)
+    ordinary = [case for case in odd_table.cases if _is_ordinary(case)]
+    odd_table.check(expect, cases=ordinary)
+    after = odd_table.documents()
+    changed = [
+        case.key
+        for case in odd_table.cases
+        if not _is_ordinary(case) and after[case.key] != before[case.key]
+    ]
+    # Odd as they are, many of them are readable: the statements have looked at those.
+    assert len(changed) > len(odd_table.cases) / 20
+
+
+@pytest.mark.parametrize("name", ["cancel", "resend"])
+def test_odd_documents_raise_nothing_when_sent_again(odd_table: Table, name: str) -> None:
+    """
+    The same holds for what producers do.
+    """
+
+    def make(cases: Sequence[Case]) -> Update:
+        (case,) = cases
+        number = int(case.key.removeprefix("task "))
+        return (
+            statements.cancel(case.key)
+            if name == "cancel"
+            else statements.resend(
+                case.key,
+                "this send",
+                start_time=None,
+                replace=PLAIN.replacement(1) if number % 2 else None,
+                rerun=number % 4 > 1,
+                only_if_idle=number % 3 == 0,
+                clean_success=True,
+                clean_failed=True,
+            )
+        )
+
+    odd_table.run(make, together=False)
+    if name == "cancel":
+        ordinary = [case for case in odd_table.cases if _is_ordinary(case)]
+        odd_table.check(lambda case: oracle.cancel(case.document), cases=ordinary)
+
+
+def test_odd_documents_are_read_or_refused(generated_odd: list[Document]) -> None:
+    """
+    A document is a task, or it is refused with the place of the fault; no other error comes out.
+    """
+    faults = []
+    for document in generated_odd:
+        raw = RawBSONDocument(bson.encode({"key": "k", **document}))
+        try:
+            task = model.read_task(raw, codec.ENVELOPE)
+        except InvalidTask as error:
+            faults.append((error.path, error.problem))
+        else:
+            assert task.status in model.STATUSES
+    assert 0 < len(faults) < len(generated_odd)
+    assert all(path and problem for path, problem in faults)
+
+
+def test_odd_documents_are_found_without_errors(odd_table: Table) -> None:
+    """
+    The reads that discover tasks take any document.
+    """
+    finds = [
+        statements.due_tasks(lane, until=FUTURE, limit=1_000, eligible=eligible)
+        for lane in ("*", "*n", "=x", "+", f"@{ME}")
+        for eligible in (
+            statements.eligible_in_shared_lanes(ME, ["x", None]),
+            statements.eligible_name(["x"]),
+            None,
+        )
+    ]
+    finds += [
+        statements.underived(after_id=None, limit=1_000),
+        statements.unfinished(after_key="", limit=1_000),
+        statements.finished_before(FUTURE, list(model.STATUSES), 1_000),
+    ]
+    found = [document["_id"] for find in finds for document in odd_table.store.find(find)]
+    assert len(found) > len(odd_table.cases)
+
+
+@pytest.mark.xfail(reason="what is no date in a lease or start time becomes the due time")
+def test_the_due_time_is_always_a_date(odd_table: Table) -> None:
+    """
+    A due time that is no date would be found by no query.
+    """
+    odd_table.run(lambda cases: statements.repair([case.key for case in cases]))
+    repaired = [d for d in odd_table.documents().values() if isinstance(d.get("lanes"), list)]
+    assert [d["due"] for d in repaired if not isinstance(d["due"], dt.datetime)] == []
+
+
+# -- the stream ------------------------------------------------------------------------------
+
+
+def _events_until(stream: Any, key: str) -> list[Document]:
+    """
+    The events up to the one that inserts *key*.
+    """
+    found: list[Document] = []
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        event = stream.try_next()
+        assert stream.alive
+        if event is not None:
+            found.append(event)
+            if event.get("fullDocument", {}).get("key") == key:
+                return found
+    pytest.fail(f"the event of {key!r} did not come; there were {len(found)} others")
+
+
+def test_the_stream_survives_odd_documents(
+    collection: Collection[Document], generated_odd: list[Document]
+) -> None:
+    """
+    Inserting, changing, replacing and deleting anything at all does not end the stream.
+    """
+    with collection.watch(statements.watch_pipeline(), max_await_time_ms=100) as stream:
+        stream.try_next()
+        odd = [{**copy.deepcopy(document), "key": n} for n, document in enumerate(generated_odd)]
+        collection.insert_many(odd)
+        collection.bulk_write(
+            [
+                UpdateOne(
+                    {"_id": document["_id"]},
+                    {"$set": {"due": ODD_VALUES[n % len(ODD_VALUES)], "other.x": [n]}},
+                )
+                for n, document in enumerate(odd)
+            ],
+            ordered=False,
+        )
+        collection.update_many({}, {"$unset": {"task_state": 1, "key": 1, "due": 1}})
+        collection.replace_one({"_id": odd[0]["_id"]}, {"updateDescription": {"a": [1]}})
+        collection.delete_one({"_id": odd[1]["_id"]})
+        collection.insert_one({"key": "last"})
+        events = _events_until(stream, "last")
+    kinds = collections.Counter(event["operationType"] for event in events)
+    assert kinds["insert"] == len(odd) + 1
+    assert kinds["update"] > len(odd) / 2
+    assert kinds["replace"] == 1
+    assert set(kinds) == {"insert", "update", "replace"}
+
+
+def _attempt(**changes: Any) -> Document:
+    return plain({"running_id": "r", "worker_id": ME, "ping_expire_time": FUTURE, **changes})
+
+
+ONE: Final = [("one", "r")]
+_WRITES: Final[list[tuple[str, Document, Any, bool]]] = [
+    ("a heartbeat", _attempt(ping_expire_time=PAST), statements.heartbeat(ONE), False),
+    ("a claim", plain(), statements.claim([("one", "new")], ME), False),
+    ("a lost claim", _attempt(), statements.claim([("one", "new")], "w2"), False),
+    ("a success", _attempt(), statements.succeed(ONE, [1]), False),
+    (
+        "a failure that leaves an attempt",
+        _attempt(),
+        statements.fail(ONE, [statements.Failure("x", 0)]),
+        True,
+    ),
+    (
+        "a failure for good",
+        _attempt(),
+        statements.fail(ONE, [statements.Failure("x", 0, for_good=True)]),
+        False,
+    ),
+    ("a release", _attempt(), statements.release(ONE), True),
+    ("a snooze", _attempt(), statements.snooze(ONE, [1_000]), True),
+    (
+        "a crate's heartbeat",
+        _attempt(),
+        {"$set": {"task_state.worker_states.0.ping_expire_time": oracle.NEVER}},
+        False,
+    ),
+    (
+        "a crate's success",
+        _attempt(),
+        {"$set": {"task_state.worker_states.0.success_time": PAST}},
+        True,
+    ),
+    ("a person's change", plain(), {"$set": {"task_option.priority": 5}}, True),
+    ("a cancellation", plain(), statements.cancel("one"), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("document", "write", "is_told"),
+    [case[1:] for case in _WRITES],
+    ids=[case[0] for case in _WRITES],
+)
+def test_the_stream_tells_of_what_may_be_claimed(
+    collection: Collection[Document], document: Document, write: Any, is_told: bool
+) -> None:
+    """
+    Of our own writes only those that leave something to claim; of other programs' all but beats.
+    """
+    collection.insert_one({**copy.deepcopy(document), "key": "one"})
+    store = TaskStore(collection)
+    # Its derived fields, and the counter that a first claim would add, are as they should be.
+    store.update(statements.repair(["one"]))
+    collection.update_one({"key": "one"}, {"$set": {"counters.released": 0}})
+    with collection.watch(statements.watch_pipeline(), max_await_time_ms=100) as stream:
+        stream.try_next()
+        if isinstance(write, Update):
+            assert store.update(write)[0] == 1
+        else:
+            assert collection.update_one({"key": "one"}, write).modified_count == 1
+        collection.insert_one({"key": "last"})
+        events = _events_until(stream, "last")
+    assert (len(events) == 2) == is_told
