@@ -4,12 +4,10 @@ The consumer as the application sees it: life, waiting, events, health.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final
@@ -17,6 +15,7 @@ from typing import Any, Final
 import attrs
 from pymongo.collection import Collection
 
+from mscheduler_sync._runtime import living
 from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.slots import Slots
@@ -46,8 +45,6 @@ _log = logger("consumer")
 
 #: Waits are cut into slices, so that Ctrl-C is seen on every system.
 _SLICE_S: Final = 0.5
-#: Consumers to stop when the interpreter exits.
-_living: weakref.WeakSet[Consumer] = weakref.WeakSet()
 
 
 class Consumer:
@@ -170,7 +167,7 @@ class Consumer:
                 function_of=self._function_of,
                 on_crash=self._on_crash,
             )
-        _living.add(self)
+        living.add(self)
         self._parts.start()
         self._say("running")
 
@@ -253,7 +250,7 @@ class Consumer:
             raise
         with self._lock:
             self._state = "crashed" if self._crash else "stopped"
-        _living.discard(self)
+        living.discard(self)
         self._say(self._state)
         self._hub.close()
         self._stopped.set()
@@ -486,7 +483,7 @@ class Consumer:
             msg = "this consumer belongs to the parent process; make one in this process"
             raise RuntimeError(msg)
 
-    def _become_child(self) -> None:
+    def become_child(self) -> None:
         """
         In a forked child: nothing running, no events to come.
         """
@@ -517,33 +514,3 @@ class Consumer:
 
     def _function_of(self, name: str | None) -> Invocation | None:
         return self._function if self._router is None else self._router.find(name)
-
-
-def _after_fork_in_child() -> None:
-    """
-    A child has none of the threads; its copies of their locks may be held for ever.
-    """
-    for consumer in list(_living):
-        consumer._become_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _stop_all() -> None:
-    """
-    At interpreter exit: an orderly stop of whatever still runs in this process.
-    """
-    for consumer in list(_living):
-        with contextlib.suppress(ComponentCrashed):
-            consumer.stop()
-
-
-# Best before the pools of concurrent.futures are joined: functions can still be told to end,
-# outcomes be stored, and nothing is claimed that cannot run any more. That hook has no public
-# name; without it the stop comes after the join.
-_register_early = getattr(threading, "_register_atexit", None)
-if _register_early is not None:
-    _register_early(_stop_all)
-atexit.register(_stop_all)
