@@ -8,6 +8,7 @@ import collections
 import threading
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 import attrs
 
@@ -51,12 +52,14 @@ class Service:
     One named background thread: start once, stop once, never restart.
 
     Repeats `step` until it is told to stop. A database error is retried after a
-    growing pause (1 s to 30 s) and logged at most once per interval. Any other error
+    growing pause (1 s to `longest_pause_s`) and logged at most once per interval. Any other error
     is a bug: it is logged with its traceback and the step is run again; five within
     a minute are reported to *on_crash* and end the thread.
 
     Stopping before starting, or twice, is fine.
     """
+
+    longest_pause_s: ClassVar[float] = 30.0
 
     def __init__(self, part: str, thread_name: str, log: Log, on_crash: CrashHandler) -> None:
         self.part = part
@@ -138,7 +141,9 @@ class Service:
                 },
             )
         self.on_store_error(error)
-        pause_s = backoff.delay_s(self.health.failures_in_a_row, first_s=1.0, cap_s=30.0)
+        pause_s = backoff.delay_s(
+            self.health.failures_in_a_row, first_s=1.0, cap_s=self.longest_pause_s
+        )
         self.pause(backoff.jittered(pause_s))
 
     def _after_bug(self, error: BaseException) -> bool:
