@@ -1,7 +1,7 @@
 """
 A synchronous, thread-pool task scheduler on MongoDB.
 
-Start with `Producer` and `Consumer`; see the README.
+Start with `Producer` and `Consumer`, or with `mscheduler_sync.pool.Node`; see the README.
 """
 
 from mscheduler_sync._stages.assembly import StopReport
@@ -9,10 +9,17 @@ from mscheduler_sync.consumer import Consumer
 from mscheduler_sync.context import Reason, TaskContext, current_task
 from mscheduler_sync.errors import (
     ComponentCrashed,
+    DispatchTimeout,
     FailForGood,
+    HandlerError,
+    InboxFull,
     InvalidTask,
+    JobExists,
+    JobNotFound,
     LeaseLost,
     MSchedulerError,
+    PoolClosed,
+    PoolFull,
     RetryLater,
     Snooze,
     StoreError,
@@ -90,5 +97,13 @@ __all__ = [  # noqa: RUF022 - grouped by purpose
     "StoreUnavailable",
     "StoreRejected",
     "ComponentCrashed",
+    # errors of the pool
+    "JobExists",
+    "JobNotFound",
+    "PoolFull",
+    "InboxFull",
+    "PoolClosed",
+    "DispatchTimeout",
+    "HandlerError",
     "__version__",
 ]

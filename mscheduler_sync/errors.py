@@ -130,6 +130,88 @@ class ComponentCrashed(MSchedulerError):
         self.component = component
 
 
+class JobExists(MSchedulerError):
+    """
+    `Node.dispatch`: the pool has a job under this key, waiting or running. Nothing was changed.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"a job with the key {key!r} exists")
+        self.key = key
+
+
+class JobNotFound(MSchedulerError):
+    """
+    The pool has no job under this key (any more). Nothing was changed.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"there is no job with the key {key!r}")
+        self.key = key
+
+
+class PoolFull(MSchedulerError):
+    """
+    `Node.dispatch`: as many jobs as allowed wait for a worker already. Nothing was changed.
+    """
+
+    def __init__(self, pool: str, limit: int) -> None:
+        super().__init__(f"{limit} jobs of the pool {pool!r} wait for a worker already")
+        self.pool = pool
+        self.limit = limit
+
+
+class InboxFull(MSchedulerError):
+    """
+    `Node.notify`: too many notifications wait for this job. Nothing was changed.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"too many notifications wait for the job {key!r}")
+        self.key = key
+
+
+class PoolClosed(MSchedulerError):
+    """
+    The pool is being shut down, or this node was closed by its shutdown. Nothing was started.
+    """
+
+    def __init__(self, pool: str) -> None:
+        super().__init__(f"the pool {pool!r} is shut down")
+        self.pool = pool
+
+
+class DispatchTimeout(MSchedulerError):
+    """
+    `Node.dispatch`: no worker has taken the job in time. It was withdrawn and will never start.
+
+    *started* is True in one case only: the handler's ``start`` was called and has not
+    returned for twice the time-out. The job is then stopped as soon as it returns.
+    """
+
+    def __init__(self, key: str, timeout_s: float, *, started: bool = False) -> None:
+        what = "its start hangs; it will be stopped" if started else "it will never start"
+        super().__init__(f"the job {key!r} does not run after {timeout_s:g} s: {what}")
+        self.key = key
+        self.timeout_s = timeout_s
+        self.started = started
+
+
+class HandlerError(MSchedulerError):
+    """
+    A handler has raised in another thread or process: *type* is its exception's class by name.
+
+    From `Node.dispatch`: the start failed, the job is gone. From `Node.stop_job`: the
+    stop failed, the job goes on.
+    """
+
+    def __init__(self, key: str, type_name: str, text: str) -> None:
+        super().__init__(f"the handler of the job {key!r} raised {type_name}: {text}")
+        self.key = key
+        self.type = type_name
+        self.text = text
+
+
 class RetryLater(Exception):
     """
     Raise in a function: this attempt failed, try again after *delay* seconds.

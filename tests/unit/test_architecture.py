@@ -20,6 +20,7 @@ MOST_LINES: Final = 350
 LONG: Final = {
     "consumer": "the whole public surface of a consumer, most of it documentation",
     "producer": "the whole public surface of a producer, most of it documentation",
+    "pool.node": "the whole public surface of a node, most of it documentation",
     "embedded": "one process from finding its command to removing its files",
     "model": "one class a document part, and the reading of each",
     "_stages.outcome": "one thread from taking an outcome to telling of it",
@@ -30,6 +31,9 @@ DRIVER_USERS: Final = {
     "embedded": {"*"},
     "producer": {"Collection", "ClientSession"},
     "consumer": {"Collection"},
+    "pool.engine": {"Database"},
+    "pool.node": {"Database"},
+    "pool.store": {"*"},
 }
 THIRD_PARTY: Final = {"attr", "attrs", "bson", "cachetools", "pymongo"}
 
@@ -112,6 +116,8 @@ def test_rooms_use_only_what_lies_below_them(name: str, path: Path) -> None:
         assert not {one for one in used if room(one) in {"_stages", "_storage"}}
     if name == "producer":
         assert not {one for one in used if room(one) == "_stages"}
+    if room(name) != "pool":
+        assert not {one for one in used if room(one) == "pool"}
     if name != "embedded":
         assert "embedded" not in used
 

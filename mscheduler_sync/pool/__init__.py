@@ -1,0 +1,64 @@
+"""
+The dedicated worker pool: long-running jobs by key, one owner each.
+
+Start with `Node`; see docs/pool.md.
+"""
+
+from mscheduler_sync.errors import (
+    DispatchTimeout,
+    HandlerError,
+    InboxFull,
+    JobExists,
+    JobNotFound,
+    PoolClosed,
+    PoolFull,
+    RetryLater,
+)
+from mscheduler_sync.pool.events import (
+    JobLost,
+    JobReleased,
+    JobStarted,
+    JobStartFailed,
+    JobStopFailed,
+    JobStopped,
+    NodeBuried,
+    NodeFenced,
+    NodeStateChanged,
+    NotifyFailed,
+)
+from mscheduler_sync.pool.job import Handler, Job, WorkerInfo
+from mscheduler_sync.pool.node import Node
+from mscheduler_sync.pool.reports import CloseReport, NodeHealth, ShutdownReport
+from mscheduler_sync.pool.worker import Worker
+
+__all__ = [  # noqa: RUF022 - grouped by purpose
+    "Node",
+    "CloseReport",
+    "ShutdownReport",
+    "NodeHealth",
+    # workers and jobs
+    "Worker",
+    "WorkerInfo",
+    "Handler",
+    "Job",
+    "RetryLater",
+    # events
+    "JobStarted",
+    "JobStartFailed",
+    "JobStopped",
+    "JobStopFailed",
+    "JobReleased",
+    "JobLost",
+    "NotifyFailed",
+    "NodeFenced",
+    "NodeBuried",
+    "NodeStateChanged",
+    # errors
+    "JobExists",
+    "JobNotFound",
+    "PoolFull",
+    "InboxFull",
+    "PoolClosed",
+    "DispatchTimeout",
+    "HandlerError",
+]

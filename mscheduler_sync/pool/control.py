@@ -1,0 +1,194 @@
+"""
+The control thread of a node: claims, stop requests, notifications, moves, the reaper.
+
+It is woken by hints, and looks for itself at every poll: hints are never needed.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable
+from typing import Final
+
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync.errors import StoreError
+from mscheduler_sync.pool import statements
+from mscheduler_sync.pool.claims import Claims, Crew
+from mscheduler_sync.pool.handling import Handling
+from mscheduler_sync.pool.held import HeldJobs
+from mscheduler_sync.pool.pending import PendingJobs
+from mscheduler_sync.pool.reaper import Reaper
+from mscheduler_sync.pool.ring import Ring
+from mscheduler_sync.pool.serial import KeyedExecutor
+from mscheduler_sync.pool.settings import NodeSettings
+from mscheduler_sync.pool.store import PoolStore
+from mscheduler_sync.pool.view import PoolView
+from mscheduler_sync.pool.watcher import Step
+
+_log = logger("pool")
+
+#: With an open change stream, jobs are looked for only this often, in seconds.
+_SAFETY_S: Final = 5.0
+_PAGE: Final = 1000
+
+
+class Control(Service):
+    """
+    The control thread; see the module.
+
+    *crew* tells who may claim now, *on_closed* is called when the pool is being shut down,
+    *rejoin* when a worker is missing in the ring.
+    """
+
+    longest_pause_s = 2.0
+
+    def __init__(
+        self,
+        store: PoolStore,
+        settings: NodeSettings,
+        *,
+        name: str,
+        view: PoolView,
+        held: HeldJobs,
+        pending: PendingJobs,
+        handling: Handling,
+        executor: KeyedExecutor,
+        claims: Claims,
+        reaper: Reaper,
+        crew: Callable[[], Crew],
+        is_streaming: Callable[[], bool],
+        on_closed: Callable[[], None],
+        tidy: Callable[[Ring], None],
+        on_crash: CrashHandler,
+    ) -> None:
+        super().__init__("control", f"ms-pool:{name}", _log, on_crash)
+        self._store = store
+        self._pool = settings.pool
+        self._poll_interval_s = settings.poll_interval_s
+        self._view = view
+        self._held = held
+        self._pending = pending
+        self._handling = handling
+        self._executor = executor
+        self._claims = claims
+        self._reaper = reaper
+        self._crew = crew
+        self._is_streaming = is_streaming
+        self._on_closed = on_closed
+        self._tidy = tidy
+        self._next_poll_s = 0.0
+        self._next_scan_s = 0.0
+        self._next_reap_s = 0.0
+        self._refresh_wanted = False
+        self._retiring: list[str] = []
+
+    # -- hints; from any thread --------------------------------------------------------------
+
+    def note(self, step: Step) -> None:
+        if step.state == statements.PENDING:
+            if step.is_new and self._held.find(step.job_id) is not None:
+                return
+            if isinstance(step.epoch, int) and step.epoch > self._view.epoch():
+                self._refresh_wanted = True
+            self._pending.add(step.job_id, self._claims.due_s(step.not_before))
+        elif step.state is not None or step.gone:
+            self._pending.discard(step.job_id)
+        if step.has_mail and self._held.find(step.job_id) is not None:
+            self._pending.add_mail(step.job_id)
+
+    def look_around(self) -> None:
+        """
+        Look for everything at once: something may have been missed, or was changed.
+        """
+        self._next_poll_s = self._next_scan_s = 0.0
+        self._pending.look_again()
+        self._pending.wake()
+
+    def retire(self, node: str) -> None:
+        """
+        The handlers of a life that is over have stopped: its jobs may be had at once.
+        """
+        self._retiring.append(node)
+        self._pending.wake()
+
+    def request_stop(self) -> None:
+        super().request_stop()
+        self._pending.wake()
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self._pending.wait(min(self._next_poll_s, self._next_reap_s))
+        if self.stopping:
+            return
+        self._executor.nudge()
+        self._claims.settle()
+        if self._refresh_wanted or time.monotonic() >= self._next_poll_s:
+            self._poll()
+        self._claims.claim_due(self._crew())
+        self._take_mail()
+        if time.monotonic() >= self._next_reap_s:
+            self._next_reap_s = self._reaper.look()
+        while self._retiring:
+            node = self._retiring[0]
+            self._store.write(statements.retire(node))
+            self._reaper.bury(node)
+            self._retiring.pop(0)
+
+    def on_store_error(self, error: StoreError) -> None:  # noqa: ARG002 - a hook
+        # What was taken up and not finished is found again by a look.
+        self._next_scan_s = self._next_poll_s = 0.0
+        self._pending.look_again()
+
+    def _poll(self) -> None:
+        self._store.measure_clock()
+        self._refresh_wanted = False
+        before = self._view.epoch()
+        seen = self._view.refresh()
+        self._next_poll_s = time.monotonic() + self._poll_interval_s
+        if seen.state != statements.OPEN:
+            self._on_closed()
+            return
+        if seen.ring.epoch != before:
+            self._pending.look_again()
+        crew = self._crew()
+        self._tidy(seen.ring)
+        if not self._is_streaming() or time.monotonic() >= self._next_scan_s:
+            self._scan(crew)
+            self._next_scan_s = time.monotonic() + _SAFETY_S
+        self._rebalance()
+
+    def _scan(self, crew: Crew) -> None:
+        for job in self._store.read(statements.in_state(self._pool, statements.PENDING, _PAGE)):
+            if job.get("stop") is not None:
+                self._claims.cancel(job)
+            elif isinstance(job.get("not_before"), dt.datetime):
+                due_s = self._store.clock.monotonic_at(job["not_before"])
+                self._pending.add_unknown(job["_id"], due_s)
+        for job in self._store.read(statements.with_mail(self._pool, crew.node)):
+            self._pending.add_mail(job["_id"])
+
+    # -- what befalls held jobs --------------------------------------------------------------
+
+    def _take_mail(self) -> None:
+        for job_id in self._pending.take_mail():
+            held = self._held.find(job_id)
+            if held is not None:
+                self._handling.read_mail(held)
+
+    def _rebalance(self) -> None:
+        """
+        Move jobs that belong elsewhere by the present ring.
+        """
+        ring = self._view.ring
+        now_s = time.monotonic()
+        for held in self._held.all():
+            if held.epoch >= ring.epoch or held.state != "running" or held.moving:
+                continue
+            place = ring.target(held.key_hash)
+            if place is None or place.worker == held.grant.owner:
+                held.epoch = ring.epoch
+            elif now_s >= held.move_again_at_s:
+                self._handling.release(held)

@@ -1,0 +1,341 @@
+"""
+The parts of a node: who hands to whom, and the order of starting and stopping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from pymongo.database import Database
+
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.service import CrashHandler, PartHealth, Service
+from mscheduler_sync.errors import PoolClosed, StoreError
+from mscheduler_sync.events import EventHub
+from mscheduler_sync.pool import statements
+from mscheduler_sync.pool.claims import Claims
+from mscheduler_sync.pool.control import Control
+from mscheduler_sync.pool.events import NodeFenced
+from mscheduler_sync.pool.handling import Handling
+from mscheduler_sync.pool.held import HeldJobs
+from mscheduler_sync.pool.job import Handler
+from mscheduler_sync.pool.lease import Lease
+from mscheduler_sync.pool.leaving import Leaving
+from mscheduler_sync.pool.membership import Membership
+from mscheduler_sync.pool.pending import PendingJobs
+from mscheduler_sync.pool.reaper import Reaper
+from mscheduler_sync.pool.reports import CloseReport
+from mscheduler_sync.pool.requests import Requests
+from mscheduler_sync.pool.serial import KeyedExecutor
+from mscheduler_sync.pool.settings import NodeSettings
+from mscheduler_sync.pool.store import PoolStore
+from mscheduler_sync.pool.view import PoolView
+from mscheduler_sync.pool.waiting import Waiters
+from mscheduler_sync.pool.watcher import PoolWatcher
+from mscheduler_sync.pool.worker import Worker
+
+_log = logger("pool")
+
+#: Kept of the time of a close for the last writes, in seconds.
+_LAST_WRITES_MOST_S: Final = 1.0
+
+
+class Engine:
+    """
+    The parts of one node.
+    """
+
+    def __init__(
+        self,
+        database: Database[Any],
+        settings: NodeSettings,
+        *,
+        hub: EventHub,
+        on_pool_closed: Callable[[], None],
+        on_crash: CrashHandler,
+    ) -> None:
+        self._settings = settings
+        self._hub = hub
+        self.store = PoolStore(database, settings.prefix)
+        self.view = PoolView(self.store, settings.pool)
+        self.held = HeldJobs()
+        self._waiters = Waiters()
+        self._bugs = PartHealth()
+        self._pending = PendingJobs(settings.claim_grace_s)
+        self.lease = Lease(
+            self.store,
+            settings,
+            on_lost=self._on_lost,
+            on_return=self._on_return,
+            on_crash=on_crash,
+        )
+        name = self.lease.node
+        self.executor = KeyedExecutor(name, self._on_bug)
+        self.handling = Handling(
+            self.store,
+            settings.pool,
+            held=self.held,
+            holds=self.lease.holds,
+            executor=self.executor,
+            waiters=self._waiters,
+            hub=hub,
+            epoch=self.view.epoch,
+        )
+        self.leaving = Leaving(self.store, settings.pool, self.held, self.handling)
+        self._reaper = Reaper(self.store, settings, self.view, self.handling, hub)
+        self.membership = Membership(self.store, settings.pool, self.view, self.lease)
+        claims = Claims(
+            self.store,
+            settings.pool,
+            view=self.view,
+            held=self.held,
+            pending=self._pending,
+            handling=self.handling,
+        )
+        self.control = Control(
+            self.store,
+            settings,
+            name=name,
+            view=self.view,
+            held=self.held,
+            pending=self._pending,
+            handling=self.handling,
+            executor=self.executor,
+            claims=claims,
+            reaper=self._reaper,
+            crew=self.membership.crew,
+            is_streaming=self.is_streaming,
+            on_closed=self._once(on_pool_closed),
+            tidy=self.membership.tidy,
+            on_crash=on_crash,
+        )
+        self._watcher: PoolWatcher | None = None
+        if settings.watch:
+            self._watcher = PoolWatcher(
+                self.store,
+                settings.pool,
+                name,
+                waiters=self._waiters,
+                listener=None if settings.client_only else self.control,
+                on_crash=on_crash,
+            )
+        self.requests = Requests(
+            self.store,
+            settings,
+            self.view,
+            self._waiters,
+            node=lambda: self.lease.node,
+            is_told=self.is_streaming,
+            hint=self._hint,
+        )
+        #: Stopped before anything else at a close: tickers and schedules.
+        self.recurring: list[Service] = []
+
+    @staticmethod
+    def _once(call: Callable[[], None]) -> Callable[[], None]:
+        asked = threading.Event()
+
+        def once() -> None:
+            if not asked.is_set():
+                asked.set()
+                call()
+
+        return once
+
+    # -- starting ----------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """
+        Enter the pool: indexes, the pool's document, the lease.
+
+        Raises:
+            StoreError, PoolClosed, ValueError: See `Node.start`.
+        """
+        settings = self._settings
+        self.store.measure_clock()
+        self.store.ensure_indexes()
+        self.store.write(statements.ensure_pool(settings.pool, settings.order))
+        seen = self.view.refresh()
+        if seen.state != statements.OPEN:
+            raise PoolClosed(settings.pool)
+        if settings.client_only:
+            return
+        if seen.order != settings.order:
+            msg = f"the pool {settings.pool!r} has the ring order {seen.order!r}"
+            raise ValueError(msg)
+        self.lease.register()
+
+    def start(self) -> None:
+        for service in self._services():
+            service.start()
+
+    def _services(self) -> list[Service]:
+        services: list[Service] = []
+        if not self._settings.client_only:
+            services += [self.lease, self.control]
+        if self._watcher is not None:
+            services.append(self._watcher)
+        return services
+
+    # -- knowledge ---------------------------------------------------------------------------
+
+    @property
+    def node(self) -> str:
+        return self.lease.node
+
+    def is_streaming(self) -> bool:
+        return self._watcher is not None and self._watcher.is_open
+
+    def lease_left_s(self) -> float | None:
+        if self._settings.client_only:
+            return None
+        return max(0.0, self.lease.until_s - time.monotonic())
+
+    def parts(self) -> dict[str, tuple[bool, PartHealth]]:
+        """
+        Every part by name: whether it lives, and its errors.
+        """
+        parts = {one.part: (one.alive, one.health) for one in self._services()}
+        parts |= {one.part: (one.alive, one.health) for one in self.recurring}
+        return parts | {"handlers": (True, self.handling.health), "steps": (True, self._bugs)}
+
+    def _hint(self, job_id: str) -> None:
+        """
+        A job was inserted by this process: the control thread need not wait for the stream.
+        """
+        if not self._settings.client_only:
+            self._pending.add(job_id, time.monotonic())
+
+    def _on_bug(self, key: str, error: BaseException) -> None:
+        self._bugs.note_error(error)
+        _log.error(
+            "a step of a job failed with a programming error",
+            exc_info=error,
+            extra={
+                "event": "part_failed",
+                "part": "steps",
+                "task_key": key,
+                "error_type": type(error).__name__,
+            },
+        )
+
+    # -- workers -----------------------------------------------------------------------------
+
+    def workers(self) -> list[Worker]:
+        return self.membership.workers()
+
+    def add_worker(self, handler: Handler) -> Worker:
+        worker = self.membership.add(handler, self.held.jobs_of)
+        self.control.look_around()
+        return worker
+
+    def remove_worker(self, worker: Worker, timeout_s: float) -> CloseReport:
+        deadline_s = time.monotonic() + timeout_s
+        self.membership.take_out(worker)
+        report = self.leaving.empty([worker], deadline_s, remove=False)
+        if not report.left:
+            self.membership.forget(worker)
+        return report
+
+    # -- the lease is lost -------------------------------------------------------------------
+
+    def _on_lost(self, old: str, reason: str) -> None:
+        """
+        Stop everything that runs here; called in the lease's thread.
+        """
+        self.membership.suspend()
+        lost = self.held.begin_life()
+        self._hub.publish(NodeFenced(node=old, reason=reason))
+        left = len(lost)
+        lock = threading.Lock()
+
+        def one_less() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                done = left == 0
+            if done:
+                self.control.retire(old)
+
+        for held in lost:
+            self.handling.fence(held, one_less)
+        if not lost:
+            self.control.retire(old)
+
+    def _on_return(self) -> None:
+        try:
+            self.membership.come_back()
+        except PoolClosed:
+            # The control thread finds out and closes the node.
+            return
+        self.control.look_around()
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def begin_shutdown(self) -> None:
+        self.store.write(statements.begin_shutdown(self._settings.pool, self.node))
+        self.view.refresh()
+
+    def close(self, timeout_s: float, *, remove: bool) -> CloseReport:
+        """
+        End this node: jobs first, then the lease, then the threads.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        for service in self.recurring:
+            service.request_stop()
+        if self._watcher is not None:
+            # It may sit in its call for a second: from now on, so as not to wait for it later.
+            self._watcher.request_stop()
+        report = CloseReport()
+        if not self._settings.client_only:
+            report = self._give_everything_up(deadline_s, remove=remove)
+        self.handling.give_up.set()
+        self.store.deadline_s = max(deadline_s, time.monotonic() + 0.5)
+        for service in [*self._services(), *self.recurring]:
+            service.request_stop()
+        self.executor.close()
+        # Half a second more for threads to notice; calls keep to their own time-outs.
+        last_s = max(deadline_s, time.monotonic()) + 0.5
+        services = [*self._services(), *self.recurring]
+        for service in services:
+            service.join(last_s - time.monotonic())
+        threads = self.executor.join(0.0 if report.left else last_s - time.monotonic())
+        self._waiters.poke_all()
+        alive = [service.thread_name for service in services if service.alive]
+        if report.left:
+            _log.warning(
+                "the close ran out of time; these jobs wait for the lease to end",
+                extra={"event": "close_incomplete", "worker_id": self.node, "left": report.left},
+            )
+        return CloseReport(report.released, report.stopped, report.left, (*alive, *threads))
+
+    def _give_everything_up(self, deadline_s: float, *, remove: bool) -> CloseReport:
+        writes_s = min(_LAST_WRITES_MOST_S, max(0.0, deadline_s - time.monotonic()) * 0.2)
+        workers = self.workers()
+        for worker in workers:
+            worker.leave()
+        self.membership.suspend()
+        # No claim is under way after this.
+        self.control.request_stop()
+        self.control.join(max(0.0, deadline_s - writes_s - time.monotonic()))
+        for worker in workers:
+            # If this fails, the reapers of others do it.
+            with contextlib.suppress(StoreError):
+                self.membership.take_out(worker)
+        report = self.leaving.empty(workers, deadline_s - writes_s, remove=remove)
+        for worker in workers:
+            worker.end()
+        node = self.node
+        self.lease.request_stop()
+        self.lease.join(max(0.0, deadline_s - time.monotonic()))
+        if not report.left:
+            with contextlib.suppress(StoreError):
+                self.store.write(statements.retire(node))
+                for worker in workers:
+                    self.store.remove(statements.forget_worker(worker.id))
+                self.store.remove(statements.forget_node(node))
+        return report

@@ -1,0 +1,294 @@
+"""
+The steps of a held job's life: start, notifications, stop, release. Each runs in its key's turn.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from bson.raw_bson import RawBSONDocument
+
+from mscheduler_sync._runtime import backoff
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.service import PartHealth
+from mscheduler_sync._stages.failure import name_and_text
+from mscheduler_sync._storage import codec
+from mscheduler_sync.errors import RetryLater, StoreError
+from mscheduler_sync.events import EventHub
+from mscheduler_sync.pool import events, statements
+from mscheduler_sync.pool.held import HeldJob, HeldJobs, Holds
+from mscheduler_sync.pool.serial import KeyedExecutor
+from mscheduler_sync.pool.statements import Removal, Write
+from mscheduler_sync.pool.store import PoolStore
+from mscheduler_sync.pool.waiting import Waiters
+
+_log = logger("execute")
+
+#: Before a job whose start has failed is started again: growing from and up to, in seconds.
+_RETRY_FIRST_S, _RETRY_MOST_S = 1.0, 60.0
+#: After a failed stop, a move is tried again after so many seconds.
+_MOVE_AGAIN_S: Final = 5.0
+
+
+class Handling:
+    """
+    Calls the handlers, and writes what has become of it.
+    """
+
+    def __init__(
+        self,
+        store: PoolStore,
+        pool: str,
+        *,
+        held: HeldJobs,
+        holds: Holds,
+        executor: KeyedExecutor,
+        waiters: Waiters,
+        hub: EventHub,
+        epoch: Callable[[], int],
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._held = held
+        self._holds = holds
+        self._executor = executor
+        self._waiters = waiters
+        self._hub = hub
+        self._epoch = epoch
+        #: Set: no write is tried again.
+        self.give_up = threading.Event()
+        self.health = PartHealth()
+
+    # -- asking for steps; from any thread ---------------------------------------------------
+
+    def start(self, held: HeldJob) -> None:
+        self._executor.submit(held.key, lambda: self._start(held))
+
+    def read_mail(self, held: HeldJob) -> None:
+        self._executor.submit(held.key, lambda: self._read_mail(held))
+
+    def release(self, held: HeldJob) -> None:
+        """
+        Stop the job and give it back.
+        """
+        held.moving = True
+        self._executor.submit(held.key, lambda: self._release(held))
+
+    def end(self, held: HeldJob) -> None:
+        """
+        Stop the job and remove it.
+        """
+        held.moving = True
+        self._executor.submit(held.key, lambda: self._end(held))
+
+    def fence(self, held: HeldJob, then: Callable[[], None]) -> None:
+        """
+        Stop the job, whose lease is over; nothing is written. *then* is called at the end.
+        """
+
+        def step() -> None:
+            try:
+                if held.state in {"starting", "running", "stopping"}:
+                    self._call_stop(held)
+                    self._hub.publish(events.JobLost(key=held.key, fence=held.grant.fence))
+                held.state = "gone"
+            finally:
+                then()
+
+        self._executor.submit(held.key, step)
+
+    # -- start -------------------------------------------------------------------------------
+
+    def _start(self, held: HeldJob) -> None:
+        if not self._may_go_on(held):
+            return
+        if held.moving:
+            # Asked to leave before it began: nothing to stop.
+            self._give_back(held)
+            return
+        held.state = "starting"
+        try:
+            held.worker.handler.start(held.job)
+        except BaseException as error:  # noqa: BLE001 - the caller of dispatch is told
+            self._after_failed_start(held, error)
+            return
+        if self._write(held, statements.started(held.grant)) == 0:
+            self._lost(held)
+            return
+        held.state = "running"
+        held.answered = True
+        held.attempts = 0
+        self._waiters.poke(held.id, held.dispatch_id)
+        self._hub.publish(
+            events.JobStarted(key=held.key, fence=held.grant.fence, requeued=held.job.requeued)
+        )
+
+    def _after_failed_start(self, held: HeldJob, error: BaseException) -> None:
+        name, text = name_and_text(error)
+        stored = {"type": name, "text": text}
+        retried = held.answered or isinstance(error, RetryLater)
+        delay_s = backoff.delay_s(held.attempts + 1, first_s=_RETRY_FIRST_S, cap_s=_RETRY_MOST_S)
+        if isinstance(error, RetryLater):
+            delay_s = error.delay_s
+        self._complain("a handler's start has failed", "start_failed", held, error)
+        if retried:
+            self._write(held, statements.postpone(held.grant, stored, round(delay_s * 1000)))
+            self._held.forget(held)
+        else:
+            failed = self._write(held, statements.fail(held.grant, stored))
+            self._held.forget(held)
+            if failed:
+                self.file_failure(held.id, held.key, held.dispatch_id, stored)
+        self._hub.publish(events.JobStartFailed(key=held.key, error=name, retried=retried))
+
+    def file_failure(self, job_id: str, key: str, dispatch_id: str, error: dict[str, str]) -> None:
+        """
+        Put the verdict of a failed job where its dispatcher finds it, and free the key.
+
+        May be done by anybody, and more than once.
+        """
+        try:
+            self._store.write(statements.put_result(dispatch_id, self._pool, key, error))
+            self._store.remove(statements.remove_failed(job_id, dispatch_id))
+        except StoreError as failure:
+            # A later look at failed jobs files it.
+            self.health.note_error(failure)
+        self._waiters.poke(job_id)
+
+    # -- notifications and stop requests -----------------------------------------------------
+
+    def _read_mail(self, held: HeldJob) -> None:
+        if held.state != "running" or not self._may_go_on(held):
+            return
+        try:
+            found = self._store.read_raw(statements.mail_of(held.grant))
+        except StoreError as error:
+            # The mark stays in the document; a later look finds it.
+            self.health.note_error(error)
+            return
+        if not found:
+            self._lost(held)
+            return
+        self._deliver(held, found[0])
+        request = codec.envelope(found[0]).get("stop")
+        if isinstance(request, dict) and self._may_go_on(held):
+            self._stop_by_request(held, str(request.get("id")))
+
+    def _deliver(self, held: HeldJob, document: RawBSONDocument) -> None:
+        last = None
+        for message in document["inbox"]:
+            if not self._may_go_on(held):
+                return
+            last = message["seq"]
+            self._notify(held, codec.thaw(message, "payload", self._store.codec_options))
+        if last is not None:
+            self._write(held, statements.took(held.grant, last))
+
+    def _notify(self, held: HeldJob, payload: Any) -> None:
+        notify = getattr(held.worker.handler, "notify", None)
+        try:
+            if notify is None:
+                msg = "the handler has no method notify"
+                raise TypeError(msg)  # noqa: TRY301 - told like what a handler raises
+            notify(held.key, payload)
+        except BaseException as error:  # noqa: BLE001 - the job goes on
+            self._complain("a notification has failed", "notify_failed", held, error)
+            self._hub.publish(events.NotifyFailed(key=held.key, error=type(error).__name__))
+
+    def _stop_by_request(self, held: HeldJob, stop_id: str) -> None:
+        error = self._call_stop(held)
+        if error is None:
+            self._remove(held)
+            return
+        name, text = name_and_text(error)
+        stored = {"type": name, "text": text}
+        self._write(held, statements.put_result(stop_id, self._pool, held.key, stored))
+        self._write(held, statements.stop_failed(held.grant, stop_id))
+        self._waiters.poke(held.id)
+
+    def _remove(self, held: HeldJob) -> None:
+        if self._write(held, statements.remove_owned(held.grant)) is not None:
+            held.ended = "stopped"
+            self._hub.publish(events.JobStopped(key=held.key, fence=held.grant.fence))
+        self._held.forget(held)
+        self._waiters.poke(held.id)
+
+    # -- leaving -----------------------------------------------------------------------------
+
+    def _release(self, held: HeldJob) -> None:
+        held.moving = False
+        if held.state not in {"claimed", "running"} or not self._may_go_on(held):
+            return
+        if held.state == "running" and self._call_stop(held) is not None:
+            held.move_again_at_s = time.monotonic() + _MOVE_AGAIN_S
+            return
+        self._give_back(held)
+
+    def _give_back(self, held: HeldJob) -> None:
+        if self._write(held, statements.release(held.grant, self._epoch())) is not None:
+            held.ended = "released"
+            self._hub.publish(events.JobReleased(key=held.key, fence=held.grant.fence))
+        self._held.forget(held)
+
+    def _end(self, held: HeldJob) -> None:
+        held.moving = False
+        if held.state == "running" and self._may_go_on(held) and self._call_stop(held) is None:
+            self._remove(held)
+
+    def _call_stop(self, held: HeldJob) -> BaseException | None:
+        """
+        Call the handler's stop; return what it has raised.
+        """
+        before = held.state
+        held.state = "stopping"
+        try:
+            held.worker.handler.stop(held.key)
+        except BaseException as error:  # noqa: BLE001 - told to whoever wants the stop
+            held.state = before
+            self._complain("a handler's stop has failed", "stop_failed", held, error)
+            self._hub.publish(events.JobStopFailed(key=held.key, error=type(error).__name__))
+            return error
+        return None
+
+    def _lost(self, held: HeldJob) -> None:
+        """
+        The document says that the job is no longer ours.
+        """
+        _log.warning(
+            "a job was taken away; it is stopped here",
+            extra={"event": "job_lost", "task_key": held.key},
+        )
+        self._call_stop(held)
+        self._held.forget(held)
+        self._hub.publish(events.JobLost(key=held.key, fence=held.grant.fence))
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def _may_go_on(self, held: HeldJob) -> bool:
+        return held.state != "gone" and self._holds(held.life)
+
+    def _write(self, held: HeldJob, statement: Write | Removal) -> int | None:
+        """
+        Run *statement* while the lease lasts; return how many it matched, None if unknown.
+        """
+        return self._store.insist(
+            statement,
+            may_go_on=lambda: self._holds(held.life),
+            give_up=self.give_up,
+        )
+
+    def _complain(self, message: str, event: str, held: HeldJob, error: BaseException) -> None:
+        self.health.note_error(error)
+        _log.error(
+            message,
+            exc_info=error,
+            extra={
+                "event": event,
+                "worker_id": held.grant.owner,
+                "task_key": held.key,
+                "error_type": type(error).__name__,
+            },
+        )

@@ -1,0 +1,129 @@
+"""
+The jobs that this node holds, in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import attrs
+
+from mscheduler_sync.pool.job import Job
+from mscheduler_sync.pool.statements import Grant
+from mscheduler_sync.pool.worker import Worker
+
+
+@attrs.define(eq=False)
+class HeldJob:
+    """
+    One grant of a job to a worker of this node. Changed by the steps of its key alone.
+    """
+
+    job: Job
+    grant: Grant
+    worker: Worker
+    #: Which life of the node holds it; see `lease`.
+    life: int
+    key_hash: int
+    dispatch_id: str
+    #: Whether a dispatcher was told that the job runs. Before that, a failed start is final.
+    answered: bool
+    attempts: int
+    #: The ring by which it was claimed, or found to be in its place.
+    epoch: int
+    state: Literal["claimed", "starting", "running", "stopping", "gone"] = "claimed"
+    #: What has become of it here, once it is gone.
+    ended: Literal["", "released", "stopped"] = ""
+    #: A move is asked for, and waits for its turn.
+    moving: bool = False
+    #: After a failed stop: not before this monotonic time another move.
+    move_again_at_s: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return self.job.key
+
+    @property
+    def id(self) -> str:
+        return self.grant.job_id
+
+
+class HeldJobs:
+    """
+    All of them, by id. Safe from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Both under _changed.
+        self._jobs: dict[str, HeldJob] = {}
+        self._life = 0
+
+    @property
+    def life(self) -> int:
+        with self._changed:
+            return self._life
+
+    def add(self, held: HeldJob) -> bool:
+        """
+        Hold a job; return False if the life that has claimed it is over.
+        """
+        with self._changed:
+            if held.life != self._life:
+                return False
+            self._jobs[held.id] = held
+            return True
+
+    def find(self, job_id: str) -> HeldJob | None:
+        with self._changed:
+            return self._jobs.get(job_id)
+
+    def all(self) -> list[HeldJob]:
+        with self._changed:
+            return list(self._jobs.values())
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._jobs)
+
+    def forget(self, held: HeldJob) -> None:
+        held.state = "gone"
+        with self._changed:
+            if self._jobs.get(held.id) is held:
+                del self._jobs[held.id]
+                self._changed.notify_all()
+
+    def begin_life(self) -> list[HeldJob]:
+        """
+        Forget all jobs at once, and return them; later additions of this life are refused.
+        """
+        with self._changed:
+            self._life += 1
+            lost = list(self._jobs.values())
+            self._jobs = {}
+            self._changed.notify_all()
+            return lost
+
+    def wait_gone(self, jobs: Iterable[HeldJob], timeout_s: float) -> bool:
+        """
+        Wait up to *timeout_s* seconds until none of *jobs* is held.
+        """
+        wanted = list(jobs)
+
+        def all_gone() -> bool:
+            return not any(self._jobs.get(held.id) is held for held in wanted)
+
+        with self._changed:
+            return self._changed.wait_for(all_gone, max(0.0, timeout_s))
+
+    def jobs_of(self, worker: Worker) -> list[Job]:
+        return sorted(
+            (held.job for held in self.all() if held.worker is worker and held.state == "running"),
+            key=lambda job: job.key,
+        )
+
+
+#: Whether the lease of a life is still trusted.
+Holds = Callable[[int], bool]

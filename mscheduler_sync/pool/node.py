@@ -1,0 +1,547 @@
+"""
+The node as the application sees it: life, workers, requests, events, health.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final
+
+from pymongo.database import Database
+
+from mscheduler_sync._runtime import living
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync.errors import ComponentCrashed, PoolClosed
+from mscheduler_sync.events import Event, EventHub, Subscription
+from mscheduler_sync.health import PartReport
+from mscheduler_sync.pool import statements
+from mscheduler_sync.pool.engine import Engine
+from mscheduler_sync.pool.events import NodeStateChanged
+from mscheduler_sync.pool.job import Handler, WorkerInfo, check_handler
+from mscheduler_sync.pool.reports import CloseReport, NodeHealth, NodeState, ShutdownReport
+from mscheduler_sync.pool.settings import NodeSettings
+from mscheduler_sync.pool.worker import Worker
+from mscheduler_sync.run_forever import serve
+from mscheduler_sync.settings import Duration, seconds, text
+
+_log = logger("pool")
+_SLICE_S: Final = 0.5
+
+
+class Node:
+    """
+    A member of a pool of dedicated jobs: each job runs under its key on exactly one worker.
+
+    A node holds workers (`add_worker`) and may ask for jobs (`dispatch`, `stop_job`, `notify`);
+    with *client_only* it does the latter alone. Use it as a context manager, or call `start`
+    and `close`; what needs a running node starts it. One node is started once. All methods may
+    be called from any thread, also by handlers.
+
+    Arguments (durations in seconds or as timedelta):
+        database: Where the collections ``pool_*`` live. Its client is never closed.
+        pool: The name of the pool.
+        client_only: Hold no workers and no lease.
+        worker_ttl: How long a silent node is believed to live: jobs of a dead one are started
+            elsewhere after this time. A node that cannot renew it gives its jobs up before.
+        shutdown_timeout: How long `close`, `remove_worker`, `shutdown`, a signal and the
+            interpreter's exit wait for handlers to stop.
+        dispatch_timeout: How long `dispatch` waits for a worker by default.
+        max_queued_jobs: So many jobs may wait for a worker; more are refused.
+        watch: False polls only and opens no change stream.
+        poll_interval: The pause between two looks at the pool.
+        claim_grace: A job that its worker has not taken after this time may be taken by any.
+        lease_margin: How long before its end a lease is given up. Default: a tenth of
+            *worker_ttl*, at least 2 s, never above a quarter.
+        ring_order: ``"slots"`` or, as the original, ``"created"``. The first node decides for
+            the pool.
+        prefix: Begins the names of the collections.
+
+    Constructing does no I/O.
+
+    Raises:
+        TypeError, ValueError: If an argument is wrong; the text names it.
+    """
+
+    def __init__(
+        self,
+        database: Database[Any],
+        pool: str,
+        *,
+        client_only: bool = False,
+        worker_ttl: Duration = 30.0,
+        shutdown_timeout: Duration = 120.0,
+        dispatch_timeout: Duration = 40.0,
+        max_queued_jobs: int = 1000,
+        watch: bool = True,
+        poll_interval: Duration = 1.0,
+        claim_grace: Duration = 2.0,
+        lease_margin: Duration | None = None,
+        ring_order: str = "slots",
+        prefix: str = "pool_",
+    ) -> None:
+        if not isinstance(database, Database):
+            msg = f"database must be a pymongo Database, got {database!r:.200}"
+            raise TypeError(msg)
+        self._settings = NodeSettings.checked(
+            pool=pool,
+            client_only=client_only,
+            watch=watch,
+            worker_ttl=worker_ttl,
+            lease_margin=lease_margin,
+            shutdown_timeout=shutdown_timeout,
+            dispatch_timeout=dispatch_timeout,
+            poll_interval=poll_interval,
+            claim_grace=claim_grace,
+            max_queued_jobs=max_queued_jobs,
+            ring_order=ring_order,
+            prefix=prefix,
+        )
+        self._pid = os.getpid()
+        self._hub = EventHub()
+        self._lock = threading.Lock()
+        # All under _lock.
+        self._state: NodeState = "new"
+        self._crash: ComponentCrashed | None = None
+        self._report: CloseReport | None = None
+        self._close_asked = threading.Event()
+        self._closed = threading.Event()
+        #: Serialises `start`.
+        self._starting = threading.Lock()
+        self._engine = Engine(
+            database,
+            self._settings,
+            hub=self._hub,
+            on_pool_closed=self._on_pool_closed,
+            on_crash=self._on_crash,
+        )
+
+    # -- life --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """
+        Enter the pool. Blocks until the database has answered; doing it again does nothing.
+
+        Raises:
+            StoreError: The database did not answer; it may be tried again.
+            PoolClosed: The pool is being shut down.
+            ValueError: The pool uses another ring order.
+            RuntimeError: The node was closed, or belongs to the parent process.
+        """
+        with self._starting:
+            self._check_process()
+            state = self.state
+            if state == "running":
+                return
+            if state != "new":
+                msg = f"this node is {state}; a node is started once"
+                raise RuntimeError(msg)
+            self._engine.enter()
+            with self._lock:
+                if self._state != "new":
+                    msg = "this node was closed while it started"
+                    raise RuntimeError(msg)
+                self._state = "running"
+            living.add(self)
+            self._engine.start()
+        self._say("running")
+
+    def close(self, timeout: Duration | None = None) -> CloseReport:
+        """
+        Leave the pool: stop all jobs here, give them back, and end.
+
+        Blocks up to *timeout* seconds (default: `shutdown_timeout`) and about one more.
+        Other workers start the jobs at once. A job whose handler does not stop stays this
+        node's until its lease ends, and is named in the report. Safe to call again, and from
+        any thread; the second caller waits for the first. Called by a handler it only asks
+        for the close and returns an empty report.
+
+        Raises:
+            ComponentCrashed: If a part had failed for good; the close was done nevertheless.
+        """
+        return self._end(self._time(timeout), remove=False)
+
+    def stop(self) -> CloseReport:
+        """
+        The same as `close`, under the name that consumers use.
+        """
+        return self.close()
+
+    def shutdown(self, timeout: Duration | None = None) -> ShutdownReport:
+        """
+        End the whole pool: every job on every node is stopped and removed, every node closes.
+
+        Blocks up to *timeout* seconds (default: `shutdown_timeout`) for all nodes; a dead one
+        is waited for until its lease has ended. The report says what was left. Meanwhile and
+        until it is complete, new jobs, workers and nodes are refused; afterwards the name of
+        the pool may be used anew.
+
+        Raises:
+            RuntimeError: On a client-only node, or after `close`.
+        """
+        if self._settings.client_only:
+            msg = "a client-only node cannot shut the pool down"
+            raise RuntimeError(msg)
+        self._running()
+        timeout_s = self._time(timeout)
+        deadline_s = time.monotonic() + timeout_s
+        self._engine.begin_shutdown()
+        own = self._end(timeout_s, remove=True)
+        return self._engine.leaving.finish_shutdown(own, deadline_s)
+
+    def run_forever(self) -> CloseReport:
+        """
+        Start if needed, and work until SIGINT, SIGTERM, a shutdown or a crash; then close.
+
+        A second signal ends the process at once: the jobs then wait for the lease to end.
+
+        Raises:
+            ComponentCrashed: If a part failed again and again; the failure is its cause.
+            RuntimeError: If the node was closed before.
+        """
+        return serve(
+            start=self.start,
+            asked=self._close_asked,
+            stop=self.close,
+            force=lambda timeout_s: None,  # noqa: ARG005 - nothing can be given back unstopped
+            stopped=self._closed,
+        )
+
+    # -- workers -----------------------------------------------------------------------------
+
+    def add_worker(self, handler: Handler) -> Worker:
+        """
+        Give *handler* a slot in the ring; from now on jobs are started on it.
+
+        Raises:
+            TypeError: If *handler* has no methods start and stop.
+            RuntimeError: If the node is client-only or closed.
+            PoolClosed: The pool is being shut down.
+            StoreError: The database did not answer.
+        """
+        check_handler(handler)
+        if self._settings.client_only:
+            msg = "a client-only node has no workers"
+            raise RuntimeError(msg)
+        self._running()
+        return self._engine.add_worker(handler)
+
+    def remove_worker(self, worker: Worker, timeout: Duration | None = None) -> CloseReport:
+        """
+        Stop the jobs of *worker*, give them back, and forget it.
+
+        Blocks up to *timeout* seconds (default: `shutdown_timeout`). While the report names
+        jobs that were left, the worker keeps them, and this may be called again.
+
+        Raises:
+            ValueError: If *worker* is not of this node.
+            StoreError: The database did not answer; call it again.
+        """
+        self._running()
+        if worker not in self._engine.workers():
+            msg = f"{worker!r} is no worker of this node"
+            raise ValueError(msg)
+        return self._engine.remove_worker(worker, self._time(timeout))
+
+    def workers(self) -> list[Worker]:
+        """
+        Return the workers of this node.
+        """
+        return self._engine.workers()
+
+    def pool_workers(self) -> list[WorkerInfo]:
+        """
+        Return all workers of the pool, in the order of their slots.
+        """
+        return self._running().requests.pool_workers()
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def dispatch(self, key: str, payload: Any = None, timeout: Duration | None = None) -> None:
+        """
+        Have a job started on the worker to which *key* belongs; return once its start has.
+
+        *payload* is any BSON value. Blocks up to *timeout* seconds (default:
+        `dispatch_timeout`) until a worker has taken the job, and as long again until its
+        handler's start has returned.
+
+        Raises:
+            JobExists: The key waits or runs already.
+            PoolFull: Too many jobs wait for a worker.
+            HandlerError: The handler's start has raised; the job is gone.
+            DispatchTimeout: No worker has taken it; it will never start.
+            PoolClosed: The pool is being shut down.
+            StoreError: The database did not answer; the job may or may not be there.
+            ValueError, TypeError: A wrong key or payload.
+        """
+        key = text(key, "key")
+        timeout_s = self._settings.dispatch_timeout_s
+        if timeout is not None:
+            timeout_s = seconds(timeout, "timeout", above=0.0, at_most=86_400.0)
+        self._running().requests.dispatch(key, payload, timeout_s)
+
+    def stop_job(self, key: str, *, wait: bool = False, timeout: Duration | None = None) -> None:
+        """
+        Have a job stopped and removed, wherever it runs; the request travels with the job.
+
+        With *wait*, blocks up to *timeout* seconds (default: `shutdown_timeout`) for the
+        handler's verdict.
+
+        Raises:
+            JobNotFound: There is no such job.
+            HandlerError: With *wait*: the handler's stop has raised; the job goes on.
+            TimeoutError: With *wait*: no verdict yet; the request stands.
+            StoreError: The database did not answer; ask again.
+        """
+        key = text(key, "key")
+        timeout_s = self._time(timeout)
+        self._running().requests.stop_job(key, wait=wait, timeout_s=timeout_s)
+
+    def notify(self, key: str, payload: Any = None) -> None:
+        """
+        Have *payload* delivered to the handler of a job: in order, at least once.
+
+        Notifications wait with the job while it has no owner. Returns once it is stored.
+
+        Raises:
+            JobNotFound: There is no such job.
+            InboxFull: A thousand of them, or 1 MiB, wait already.
+            StoreError: The database did not answer; it may be stored.
+            ValueError, TypeError: A wrong key or payload.
+        """
+        key = text(key, "key")
+        timeout_s = self._settings.dispatch_timeout_s
+        self._running().requests.notify(key, payload, timeout_s)
+
+    def job_keys(self) -> list[str]:
+        """
+        Return the keys of all jobs of the pool that run, or are on the way to another worker.
+        """
+        return self._running().requests.job_keys()
+
+    def job_payload(self, key: str) -> Any:
+        """
+        Return what a job was dispatched with. Raises `JobNotFound`.
+        """
+        return self._running().requests.job_payload(text(key, "key"))
+
+    def job_owner(self, key: str) -> str | None:
+        """
+        Return the id of a job's worker, or None between two. Raises `JobNotFound`.
+        """
+        return self._running().requests.job_owner(text(key, "key"))
+
+    # -- knowledge ---------------------------------------------------------------------------
+
+    @property
+    def pool(self) -> str:
+        return self._settings.pool
+
+    @property
+    def id(self) -> str:
+        """
+        The id of this node; another one after a lost lease.
+        """
+        return self._engine.node
+
+    @property
+    def state(self) -> NodeState:
+        """
+        ``new``, ``running``, ``closing``, ``closed``, ``shutdown``, ``crashed``, or ``forked``.
+        """
+        if os.getpid() != self._pid:
+            return "forked"
+        with self._lock:
+            return self._state
+
+    @property
+    def is_closed(self) -> bool:
+        """
+        Whether it is closed or about to be, for whatever reason.
+        """
+        return self.state in {"closing", "closed", "shutdown", "crashed"}
+
+    @property
+    def is_shutdown(self) -> bool:
+        """
+        Whether a shutdown of the pool has closed it.
+        """
+        return self.state == "shutdown"
+
+    def health(self) -> NodeHealth:
+        """
+        Return a snapshot for monitoring. Never blocks on the database.
+        """
+        engine = self._engine
+        now_s = time.monotonic()
+
+        def report(name: str) -> PartReport:
+            alive, health = engine.parts()[name]
+            at_s = health.last_error_at_s
+            return PartReport(
+                alive=alive,
+                last_error=health.last_error,
+                last_error_age=None if at_s is None else now_s - at_s,
+                failures_in_a_row=health.failures_in_a_row,
+            )
+
+        ring = engine.view.ring
+        crash = self._crash
+        return NodeHealth(
+            state=self.state,
+            node=engine.node,
+            discovery="stream" if engine.is_streaming() else "poll",
+            workers=len(engine.workers()),
+            jobs=len(engine.held),
+            lease_left=engine.lease_left_s(),
+            busy=tuple(engine.executor.busy_keys()),
+            ring_size=len(ring.places),
+            ring_epoch=ring.epoch,
+            parts={name: report(name) for name in engine.parts()},
+            crash=None if crash is None else f"{crash} ({crash.__cause__!r})"[:500],
+        )
+
+    def subscribe(self, *types: type[Event], buffer: int = 10_000) -> Subscription:
+        """
+        Return a subscription to the events of this node, of the given classes or all.
+        """
+        return self._hub.subscribe(*types, buffer=buffer)
+
+    def wait_for_event(
+        self, predicate: Callable[[Event], object], timeout: float | None = None
+    ) -> Event | None:
+        """
+        Return the first event from now on for which *predicate* is true, or None in the end.
+        """
+        with self._hub.subscribe() as subscription:
+            return subscription.wait_for(predicate, timeout)
+
+    def __enter__(self) -> Node:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except ComponentCrashed:
+            # An exception on its way out of the block is the more important one.
+            if exc is None:
+                raise
+
+    def __repr__(self) -> str:
+        return f"Node({self.pool!r}, id={self.id!r}, state={self.state!r})"
+
+    def become_child(self) -> None:
+        """
+        Called in a forked child: this copy has no threads and answers for nothing.
+        """
+        self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._closed.set()
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _running(self) -> Engine:
+        """
+        Return the engine of a node that runs, starting it if it is new.
+        """
+        state = self.state
+        if state == "new":
+            self.start()
+        elif state == "shutdown":
+            raise PoolClosed(self.pool)
+        elif state != "running":
+            msg = f"this node is {state}"
+            raise RuntimeError(msg)
+        return self._engine
+
+    def _time(self, timeout: Duration | None) -> float:
+        if timeout is None:
+            return self._settings.shutdown_timeout_s
+        return seconds(timeout, "timeout", at_most=86_400.0)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            msg = "this node belongs to the parent process; make one in this process"
+            raise RuntimeError(msg)
+
+    def _end(self, timeout_s: float, *, remove: bool) -> CloseReport:
+        if os.getpid() != self._pid:
+            return CloseReport()
+        if self._engine.executor.is_running_here():
+            self._close_soon(remove=remove)
+            return CloseReport()
+        with self._lock:
+            state = self._state
+            if state == "new":
+                self._state = "closed"
+                self._closed.set()
+            elif state == "running":
+                self._state = "closing"
+        if state == "new":
+            self._hub.close()
+        elif state == "running":
+            self._close_asked.set()
+            self._say("closing")
+            try:
+                self._report = self._engine.close(timeout_s, remove=remove)
+            finally:
+                shut = remove or self._engine.view.seen.state != statements.OPEN
+                with self._lock:
+                    self._state = "crashed" if self._crash else "shutdown" if shut else "closed"
+                living.discard(self)
+                self._say(self._state)
+                self._hub.close()
+                self._closed.set()
+        self._closed.wait(timeout_s + 1.0)
+        if self._crash is not None:
+            raise self._crash
+        return self._report or CloseReport()
+
+    def _on_pool_closed(self) -> None:
+        """
+        Somebody shuts the pool down. Called in the control thread, which must not wait.
+        """
+        self._close_soon(remove=True)
+
+    def _close_soon(self, *, remove: bool) -> None:
+        self._close_asked.set()
+        threading.Thread(
+            target=self._close_quietly,
+            kwargs={"remove": remove},
+            name=f"ms-close:{self.id}",
+            daemon=True,
+        ).start()
+
+    def _close_quietly(self, *, remove: bool) -> None:
+        with contextlib.suppress(ComponentCrashed):
+            self._end(self._settings.shutdown_timeout_s, remove=remove)
+
+    def _on_crash(self, part: str, error: BaseException) -> None:
+        crash = ComponentCrashed(part)
+        crash.__cause__ = error
+        with self._lock:
+            if self._crash is None:
+                self._crash = crash
+        _log.critical(
+            "the node closes: a part failed again and again",
+            exc_info=error,
+            extra={"event": "component_crashed", "worker_id": self.id, "part": part},
+        )
+        self._close_soon(remove=False)
+
+    def _say(self, state: str) -> None:
+        _log.info(
+            "the node changed its state",
+            extra={"event": f"node_{state}", "worker_id": self.id},
+        )
+        self._hub.publish(NodeStateChanged(state=state))

@@ -1,0 +1,130 @@
+"""
+Finds nodes whose lease has ended, and gives their jobs back.
+
+Every full node runs it; each step may be done by several at once, be repeated, or be
+taken up by another where one has died in the middle.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from typing import Final
+
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync.events import EventHub
+from mscheduler_sync.pool import events, statements
+from mscheduler_sync.pool.handling import Handling
+from mscheduler_sync.pool.settings import NodeSettings
+from mscheduler_sync.pool.statements import Document
+from mscheduler_sync.pool.store import PoolStore
+from mscheduler_sync.pool.view import PoolView
+
+_log = logger("pool")
+
+#: Tombstones are kept for so many TTLs, and at least so many seconds.
+_TOMB_TTLS, _TOMB_LEAST_S = 10.0, 60.0
+_SHORTEST_PAUSE_S: Final = 0.02
+_PAGE: Final = 1000
+
+
+class Reaper:
+    """
+    One look after another, in the control thread.
+    """
+
+    def __init__(
+        self,
+        store: PoolStore,
+        settings: NodeSettings,
+        view: PoolView,
+        handling: Handling,
+        hub: EventHub,
+    ) -> None:
+        self._store = store
+        self._pool = settings.pool
+        self._ttl_s = settings.worker_ttl_s
+        self._view = view
+        self._handling = handling
+        self._hub = hub
+        self._buried: set[str] = set()
+
+    def look(self) -> float:
+        """
+        Look once; return the monotonic time of the next look.
+
+        What refers to nodes is read before the nodes, so that none is missed which has
+        registered meanwhile.
+        """
+        store, pool = self._store, self._pool
+        store.measure_clock()
+        places = self._view.refresh().ring.places
+        workers = store.read(statements.workers_of_pool(pool))
+        starting = store.read(statements.in_state(pool, statements.STARTING, _PAGE))
+        alive = store.read(statements.nodes_of(pool, statements.ALIVE))
+        ends = [self._end_of(node) for node in alive]
+        for node, end_s in zip(alive, ends, strict=True):
+            if end_s <= time.monotonic():
+                store.write(statements.condemn(node["_id"]))
+        dead = store.read(statements.nodes_of(pool, statements.DEAD))
+        gone = {node["_id"] for node in dead}
+        known = {node["_id"] for node in alive} - gone
+        stray = {one["node"] for one in [*workers, *starting]} | {one.node for one in places}
+        for name in (gone | stray) - known - {None}:
+            if name not in self._buried or name in stray:
+                self.bury(name)
+        for node in dead:
+            self._forget_in_time(node)
+        self._buried &= gone
+        self._file_failures()
+        return self._next_look(ends)
+
+    def bury(self, node: str) -> None:
+        """
+        Take a dead node's workers out of the ring and give its jobs back.
+        """
+        store = self._store
+        workers = {one["_id"] for one in store.read(statements.workers_of_node(node))}
+        workers |= {one.worker for one in self._view.ring.places if one.node == node}
+        for worker in sorted(workers):
+            store.write(statements.leave(self._pool, worker))
+        # Whoever claims these jobs must know the ring without the dead.
+        epoch = self._view.refresh().ring.epoch
+        freed, _ = store.write(statements.release_all_of(self._pool, node, epoch))
+        for worker in workers:
+            store.remove(statements.forget_worker(worker))
+        self._buried.add(node)
+        if workers or freed:
+            _log.warning(
+                "a dead node's jobs were given back",
+                extra={"event": "node_buried", "worker_id": node, "jobs": freed},
+            )
+            self._hub.publish(events.NodeBuried(node=node, jobs=freed))
+
+    def _end_of(self, node: Document) -> float:
+        end = node.get("lease_until")
+        if not isinstance(end, dt.datetime):
+            return time.monotonic()
+        return self._store.clock.monotonic_at(end)
+
+    def _next_look(self, ends: list[float]) -> float:
+        now_s = time.monotonic()
+        # The estimate of the server's clock lags by a round trip: a little later is early enough.
+        regular_s = now_s + self._ttl_s / 3
+        return max(now_s + _SHORTEST_PAUSE_S, min([regular_s, *(end_s + 0.005 for end_s in ends)]))
+
+    def _forget_in_time(self, node: Document) -> None:
+        died_at = node.get("died_at")
+        kept_s = max(_TOMB_TTLS * self._ttl_s, _TOMB_LEAST_S)
+        if isinstance(died_at, dt.datetime):
+            age_s = (self._store.clock.now() - died_at).total_seconds()
+            if age_s > kept_s:
+                self._store.remove(statements.forget_node(node["_id"]))
+
+    def _file_failures(self) -> None:
+        for job in self._store.read(statements.in_state(self._pool, statements.FAILED, _PAGE)):
+            error = job.get("error")
+            key = statements.name_in(self._pool, job["_id"])
+            self._handling.file_failure(
+                job["_id"], key, job["dispatch_id"], error if isinstance(error, dict) else {}
+            )

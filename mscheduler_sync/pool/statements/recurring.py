@@ -1,0 +1,152 @@
+"""
+Tickers and schedules.
+"""
+
+from __future__ import annotations
+
+from bson.int64 import Int64
+
+from mscheduler_sync._storage import expressions as x
+from mscheduler_sync.pool.statements.base import (
+    OPEN,
+    Read,
+    Removal,
+    Write,
+    changed,
+    only_if,
+)
+
+
+def set_ticker(ticker_id: str, pool: str, name: str, interval_ms: int) -> Write:
+    """
+    Make a ticker, or give it another interval; one with the same interval keeps its next tick.
+    """
+    same = {"$eq": ["$interval_ms", Int64(interval_ms)]}
+    return Write(
+        "tickers",
+        {"_id": ticker_id},
+        [
+            {
+                "$set": {
+                    "pool": x.literal(pool),
+                    "name": x.literal(name),
+                    "next": {"$cond": [same, "$next", x.server_now_plus(interval_ms)]},
+                    "number": {"$ifNull": ["$number", Int64(0)]},
+                    "winner": {"$ifNull": ["$winner", None]},
+                }
+            },
+            {"$set": {"interval_ms": Int64(interval_ms)}},
+        ],
+        upsert=True,
+    )
+
+
+def _following(interval_ms: int) -> x.Expr:
+    """
+    The first future instant of the row that ``next`` begins.
+    """
+    late = {"$subtract": [{"$toLong": "$$NOW"}, {"$toLong": "$next"}]}
+    missed = {"$floor": {"$divide": [late, interval_ms]}}
+    steps = {"$toLong": {"$multiply": [interval_ms, {"$add": [missed, 1]}]}}
+    return x.date_plus("$next", steps)
+
+
+def tick(ticker_id: str, interval_ms: int, token: str) -> Write:
+    """
+    Win the tick that is due, if any; missed ones count as one.
+    """
+    return Write(
+        "tickers",
+        {"_id": ticker_id, "interval_ms": interval_ms},
+        only_if(
+            {"$lte": ["$next", x.NOW]},
+            {
+                "next": _following(interval_ms),
+                "number": {"$add": ["$number", 1]},
+                "winner": x.literal(token),
+            },
+        ),
+    )
+
+
+def ticker(ticker_id: str) -> Read:
+    return Read("tickers", {"_id": ticker_id}, limit=1)
+
+
+def remove_ticker(ticker_id: str) -> Removal:
+    return Removal("tickers", {"_id": ticker_id})
+
+
+def set_schedule(schedule_id: str, pool: str, name: str, interval_ms: int) -> Write:
+    """
+    Make a schedule whose first plan is due now, or give it another interval.
+    """
+    return Write(
+        "schedules",
+        {"_id": schedule_id},
+        [
+            {
+                "$set": {
+                    "pool": x.literal(pool),
+                    "name": x.literal(name),
+                    "state": {"$ifNull": ["$state", OPEN]},
+                    "next": {"$ifNull": ["$next", x.NOW]},
+                    "number": {"$ifNull": ["$number", Int64(0)]},
+                    "runner": {"$ifNull": ["$runner", None]},
+                    "runner_node": {"$ifNull": ["$runner_node", None]},
+                    "keys": {"$ifNull": ["$keys", []]},
+                    "interval_ms": Int64(interval_ms),
+                }
+            }
+        ],
+        upsert=True,
+    )
+
+
+def schedule(schedule_id: str) -> Read:
+    return Read("schedules", {"_id": schedule_id}, limit=1)
+
+
+def begin_plan(schedule_id: str, runner: str, node: str, instead_of: str | None) -> Write:
+    """
+    Take the plan that is due, from nobody or from the dead runner *instead_of*.
+    """
+    return Write(
+        "schedules",
+        {"_id": schedule_id, "state": OPEN, "runner": instead_of},
+        only_if(
+            {"$lte": ["$next", x.NOW]},
+            {"runner": x.literal(runner), "runner_node": x.literal(node)},
+        ),
+    )
+
+
+def track(schedule_id: str, runner: str, key: str) -> Write:
+    keys = {"$setUnion": ["$keys", [x.literal(key)]]}
+    return Write("schedules", {"_id": schedule_id, "runner": runner}, changed(keys=keys))
+
+
+def untrack(schedule_id: str, runner: str, key: str) -> Write:
+    keys = {"$setDifference": ["$keys", [x.literal(key)]]}
+    return Write("schedules", {"_id": schedule_id, "runner": runner}, changed(keys=keys))
+
+
+def end_plan(schedule_id: str, runner: str, interval_ms: int) -> Write:
+    return Write(
+        "schedules",
+        {"_id": schedule_id, "runner": runner},
+        changed(
+            next={"$cond": [{"$lte": ["$next", x.NOW]}, _following(interval_ms), "$next"]},
+            number={"$add": ["$number", 1]},
+            runner=None,
+            runner_node=None,
+        ),
+    )
+
+
+def end_schedule(schedule_id: str, runner: str) -> Write:
+    return Write(
+        "schedules",
+        {"_id": schedule_id, "runner": runner},
+        changed(state="stopped", runner=None, runner_node=None, keys=x.literal([])),
+    )

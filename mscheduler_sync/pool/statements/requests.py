@@ -1,0 +1,130 @@
+"""
+Stop requests, notifications, and the reads that find jobs.
+"""
+
+from __future__ import annotations
+
+from mscheduler_sync._storage import expressions as x
+from mscheduler_sync.pool.statements.base import (
+    AFTER_SEPARATOR,
+    INBOX_BYTES,
+    INBOX_LIMIT,
+    PENDING,
+    RUNNING,
+    SEPARATOR,
+    STARTING,
+    Document,
+    Read,
+    Write,
+    changed,
+    only_if,
+)
+from mscheduler_sync.pool.statements.jobs import STATE_OF_JOB, Grant
+
+
+def ask_stop(job_id: str, stop_id: str, by: str) -> Write:
+    """
+    Leave a stop request with a job that has an owner; one that stands there already is kept.
+    """
+    request = {"id": x.literal(stop_id), "by": x.literal(by), "at": x.NOW}
+    return Write(
+        "jobs",
+        {"_id": job_id, "state": {"$in": [STARTING, RUNNING]}},
+        changed(stop={"$ifNull": ["$stop", request]}, mail=True),
+    )
+
+
+def stop_failed(grant: Grant, stop_id: str) -> Write:
+    return Write(
+        "jobs",
+        {**grant.filter, "stop.id": stop_id},
+        changed(stop="$$REMOVE", mail={"$gt": [{"$size": "$inbox"}, 0]}),
+    )
+
+
+def push(job_id: str, token: str, payload: object, size: int) -> Write:
+    """
+    Append a notification, unless it stands there already or the inbox is full.
+    """
+    message = {
+        "seq": {"$add": ["$inbox_seq", 1]},
+        "token": x.literal(token),
+        "payload": x.literal(payload),
+        "size": size,
+    }
+    sizes = {"$sum": {"$map": {"input": "$inbox", "as": "e", "in": "$$e.size"}}}
+    return Write(
+        "jobs",
+        {"_id": job_id, "state": {"$in": [PENDING, STARTING, RUNNING]}},
+        only_if(
+            {
+                "$and": [
+                    {"$ne": ["$inbox_token", x.literal(token)]},
+                    {"$lt": [{"$size": "$inbox"}, INBOX_LIMIT]},
+                    {"$lte": [{"$add": [sizes, size]}, INBOX_BYTES]},
+                ]
+            },
+            {
+                "inbox": {"$concatArrays": ["$inbox", [message]]},
+                "inbox_seq": {"$add": ["$inbox_seq", 1]},
+                "inbox_token": x.literal(token),
+                "mail": True,
+            },
+        ),
+    )
+
+
+def mail_of(grant: Grant) -> Read:
+    return Read("jobs", grant.filter, {"stop": 1, "inbox": 1}, limit=1)
+
+
+def took(grant: Grant, upto: int) -> Write:
+    """
+    Remove the notifications up to the number *upto* from the inbox: they were delivered.
+    """
+    left = {"$filter": {"input": "$inbox", "as": "e", "cond": {"$gt": ["$$e.seq", upto]}}}
+    wanted = {"$or": [{"$gt": ["$stop", None]}, {"$gt": [{"$size": "$inbox"}, 0]}]}
+    return Write("jobs", grant.filter, [{"$set": {"inbox": left}}, {"$set": {"mail": wanted}}])
+
+
+def in_state(pool: str, state: str, limit: int) -> Read:
+    """
+    The longest due of the jobs in *state*. Index: pool_state_not_before.
+    """
+    projection = {**STATE_OF_JOB, "epoch": 1, "node": 1, "fence": 1}
+    return Read("jobs", {"pool": pool, "state": state}, projection, ("not_before", 1), limit)
+
+
+def with_mail(pool: str, node: str) -> Read:
+    """
+    The jobs of *node* with a stop request or notifications. Index: pool_node_mail.
+    """
+    return Read("jobs", {"pool": pool, "node": node, "mail": True}, {"_id": 1}, limit=1000)
+
+
+def jobs_of(pool: str) -> Read:
+    return Read("jobs", {"pool": pool}, {"key": 1, "state": 1, "answered": 1})
+
+
+def count_pending(pool: str) -> Document:
+    return {"pool": pool, "state": PENDING}
+
+
+def watch_pipeline(pool: str) -> list[x.Stage]:
+    """
+    The steps of this pool's jobs, without payloads. No expression here can raise.
+    """
+    fields = ("state", "mail", "answered", "not_before", "epoch")
+    shown = {f"fullDocument.{name}": 1 for name in fields}
+    shown |= {f"updateDescription.updatedFields.{name}": 1 for name in fields}
+    return [
+        {
+            "$match": {
+                "documentKey._id": {
+                    "$gte": pool + SEPARATOR,
+                    "$lt": pool + AFTER_SEPARATOR,
+                }
+            }
+        },
+        {"$project": {"operationType": 1, "documentKey": 1, **shown}},
+    ]
