@@ -26,7 +26,8 @@ from pymongo.monitoring import (
     CommandSucceededEvent,
 )
 
-from mscheduler_sync import Consumer, Producer, RetryLater, Snooze, StopReport, TaskContext
+from mscheduler_sync import Consumer, Producer, StopReport, TaskContext
+from tests.fault.workers import play_step
 from tests.invariants import Invariants, Witness, wait_status
 from tests.support import Document, wait_until
 
@@ -248,7 +249,7 @@ class Scene:
     One consumer on a collection, what its functions do, and who watches them.
 
     *tasks* is seen through the test's own client; the consumer uses that of *app*. The function
-    does what ``params["do"]`` says.
+    takes the steps that ``params["do"]`` names.
     """
 
     def __init__(self, tasks: Collection[Document], app: App, witness: Witness) -> None:
@@ -306,18 +307,13 @@ class Scene:
     def function(self, params: Any, context: TaskContext) -> Any:
         self.contexts[context.key] = context
         with self.witness.running(context):
-            what = params["do"]
-            if what == "wait":
-                self.gate(context.key).wait(60)
-            elif what == "meet":
-                self._meeting.wait(30)
-            elif what == "raise":
-                raise ValueError("as told")
-            elif what == "retry":
-                raise RetryLater(0)
-            elif what == "snooze" and context.attempt == 1 and self.gate(context.key).is_set():
-                self.gate(context.key).clear()
-                raise Snooze(0)
+            for step in params["do"].split():
+                if step == "wait":
+                    self.gate(context.key).wait(60)
+                elif step == "meet":
+                    self._meeting.wait(30)
+                else:
+                    play_step(step, context)
             return params.get("value")
 
     def send(self, key: str, do: str = "return", *, value: object = None, **options: Any) -> None:
@@ -352,7 +348,7 @@ class Scene:
         self._meeting = threading.Barrier(slots)
         keys = [f"probe-{next(_numbers)}" for _ in range(slots)]
         for key in keys:
-            self.send(key, "meet")
+            self.send(key, "meet", worker_ids=[self.consumer.worker_id])
         for key in keys:
             self.wait_status(key, "succeeded", timeout)
 

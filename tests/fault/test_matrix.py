@@ -209,14 +209,19 @@ def test_the_server_does_not_introduce_itself(
     """
     A consumer whose every ``hello`` fails, the driver's own included, works once they succeed.
     """
-    impatient = {"serverSelectionTimeoutMS": 500, "connectTimeoutMS": 1000}
     with (
-        scene_on(server_uri, database, client, **impatient) as scene,
+        scene_on(server_uri, database, client, serverSelectionTimeoutMS=500) as scene,
         fail_point(client, ["hello"], "alwaysOn", appName=scene.app.name, **fault.data),
     ):
         scene.send("task", **SHORT)
         with scene.consuming() as consumer:
-            wait_until(lambda: consumer.health().parts["fetch"].last_error, "it is in trouble")
+
+            def is_in_trouble() -> bool:
+                calls = scene.app.log.of("fetch", "hello")
+                failed = consumer.health().parts["fetch"].last_error is not None
+                return failed or any(fault.happened(call) for call in calls)
+
+            wait_until(is_in_trouble, "the fetcher has met it")
             scene.app.disarm()
             scene.wait_status("task", "succeeded")
             scene.settled()
