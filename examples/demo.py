@@ -325,7 +325,8 @@ class Screen:
 
     def _draw(self) -> None:
         text = self._text()
-        width = min(40, shutil.get_terminal_size().columns - len(text) - 4)
+        columns = shutil.get_terminal_size().columns or 80  # 0: the terminal does not know
+        width = min(40, columns - len(text) - 4)
         filled = width * self._done // self.total
         bar = f"[{'#' * filled}{'.' * (width - filled)}] " if width > 0 else ""
         print(f"\r\x1b[K{bar}{text}", end="", flush=True)
