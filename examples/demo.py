@@ -380,7 +380,7 @@ def main() -> int:
         with open_server() as uri, scratch_collection(uri) as tasks:
             return 0 if demonstrate(tasks, uri, paths, screen) else 1
     except KeyboardInterrupt:
-        print("\ninterrupted; the workers and the server have been stopped", file=sys.stderr)
+        print("\ninterrupted; all that was started has been stopped", file=sys.stderr)
         return 130
     except MSchedulerError as error:
         print(f"\nthe demonstration cannot go on: {error}", file=sys.stderr)

@@ -183,7 +183,7 @@ def test_the_demo_ends_cleanly_at_ctrl_c(
     finally:
         os.close(controller)
     assert process.returncode == 130, (shown, complaints)
-    assert complaints == "\ninterrupted; the workers and the server have been stopped\n"
+    assert complaints == "\ninterrupted; all that was started has been stopped\n"
     assert _demo_databases(client) == []
 
 
