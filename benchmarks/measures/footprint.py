@@ -1,0 +1,64 @@
+"""
+The memory of a consumer: per running task, and per task that waits in its queue.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from benchmarks.crew import Crew
+from benchmarks.figures import Row
+from benchmarks.setting import Bench, params_of
+from benchmarks.standby import bare_threads, hold_memory
+from mscheduler_sync import Producer
+
+MEASURE: Final = "memory"
+_RUNNING, _WAITING = 100, 5000
+_CHUNK: Final = 1000
+_KIB: Final = 1024
+
+
+def run(bench: Bench) -> list[Row]:
+    bench.say(f"memory of {_RUNNING} running and {_WAITING:,} waiting tasks")
+    with bench.database() as name, Crew(2) as crew:
+        producer = Producer(bench.tasks(name))
+        producer.send("first", delay=86_400)
+        child, other = crew.children
+        child.begin(hold_memory, bench.uri, name, _RUNNING)
+        idle = child.hear()
+        if idle is None:
+            # The system does not say how much a process uses.
+            child.tell("stop")
+            child.hear()
+            return []
+        producer.send_many(
+            [(f"running-{number}", params_of(number)) for number in range(_RUNNING)], heartbeat=1
+        )
+        child.tell(_RUNNING)
+        running = child.hear()
+        for start in range(0, _WAITING, _CHUNK):
+            numbers = range(start, start + _CHUNK)
+            producer.send_many([(f"waiting-{number}", params_of(number)) for number in numbers])
+        child.tell(_WAITING)
+        waiting = child.hear()
+        child.tell("stop")
+        child.hear()
+        other.begin(bare_threads, _RUNNING)
+        threads = other.hear()
+    return [
+        Row(measure=MEASURE, name="idle consumer, with Python", unit="MiB", ours=idle / _KIB**2),
+        Row(
+            measure=MEASURE,
+            name="per running task",
+            unit="KiB",
+            ours=(running - idle) / _RUNNING / _KIB,
+            floor=threads / _RUNNING / _KIB,
+            note="floor: a bare thread of a pool",
+        ),
+        Row(
+            measure=MEASURE,
+            name="per task in the local queue",
+            unit="KiB",
+            ours=(waiting - running) / _WAITING / _KIB,
+        ),
+    ]
