@@ -45,6 +45,8 @@ _log = logger("consumer")
 
 #: Waits are cut into slices, so that Ctrl-C is seen on every system.
 _SLICE_S: Final = 0.5
+#: Threads of a consumer that talk to the server beside those of running attempts.
+_OWN_CONNECTIONS: Final = 4
 
 
 class Consumer:
@@ -168,8 +170,26 @@ class Consumer:
                 on_crash=self._on_crash,
             )
         living.add(self)
+        self._warn_of_small_pool()
         self._parts.start()
         self._say("running")
+
+    def _warn_of_small_pool(self) -> None:
+        """
+        Threads that wait for a connection beat late; say so once, before it happens.
+        """
+        size = self._store.collection.database.client.options.pool_options.max_pool_size
+        needed = self._settings.max_workers + _OWN_CONNECTIONS
+        if size is not None and size < needed:
+            _log.warning(
+                "the client's connection pool is smaller than the threads that may need it",
+                extra={
+                    "event": "small_pool",
+                    "worker_id": self.worker_id,
+                    "max_pool_size": size,
+                    "needed": needed,
+                },
+            )
 
     def _ensure_started(self) -> None:
         if not self.running:

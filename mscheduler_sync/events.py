@@ -97,7 +97,7 @@ class AttemptReleased(Event):
 
     key: str
     running_id: str
-    why: Literal["shutdown", "snoozed", "lease_lost", "cancel_requested", "options_changed", "late"]
+    why: Literal["shutdown", "snoozed", "cancel_requested", "options_changed", "late"]
 
 
 @attrs.frozen(kw_only=True)

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final, Literal
 
 import attrs
@@ -43,6 +43,19 @@ _INSERT_CHUNK, _KEY_CHUNK = 500, 100
 _MANY_RETRIES: Final = 5
 
 
+#: `Producer` has a method of this name.
+_Tasks = list[Task]
+
+
+class _Unchanged:
+    def __repr__(self) -> str:
+        return "UNCHANGED"
+
+
+#: For `Producer.update`: the params stay as they are.
+UNCHANGED: Final = _Unchanged()
+
+
 @attrs.frozen
 class SendResult:
     """
@@ -52,10 +65,11 @@ class SendResult:
     key: str
     #: A new task was made.
     inserted: bool
-    #: An existing document was changed.
+    #: An existing document was changed. A rerun, a clean and `if_running="raise"` note in it
+    #: that they were applied, and so count as a change.
     updated: bool
-    #: The task's status after the send.
-    status: Status
+    #: The task's status after the send; None for an item that was not sent.
+    status: Status | None
     #: Only in `send_many`: why this item was not sent, or None.
     error: Exception | None = None
 
@@ -206,7 +220,7 @@ class Producer:
             except (TypeError, ValueError) as error:
                 key = item[0] if isinstance(item, (tuple, list)) and item else None
                 shown = key if isinstance(key, str) else repr(key)[:200]
-                prepared.append(SendResult(shown, False, False, "waiting", error))
+                prepared.append(SendResult(shown, False, False, None, error))
         self._ready()
         results: list[SendResult | None] = [
             one if isinstance(one, SendResult) else None for one in prepared
@@ -241,14 +255,14 @@ class Producer:
         for position, (number, (key, params, options)) in enumerate(chunk):
             if position in errors:
                 error = ValueError(f"the server refused the task {key!r}: {errors[position]}")
-                results[number] = SendResult(key, False, False, "waiting", error)
+                results[number] = SendResult(key, False, False, None, error)
             elif inserted[position]:
                 results[number] = SendResult(key, inserted=True, updated=False, status="waiting")
             else:
                 try:
                     results[number] = self._send_to_existing(key, params, options, None)
                 except (TaskExists, TaskRunning, InvalidTask) as error:
-                    results[number] = SendResult(key, False, False, "waiting", error)
+                    results[number] = SendResult(key, False, False, None, error)
 
     def _insert_many(
         self, documents: Sequence[Mapping[str, Any]]
@@ -269,8 +283,17 @@ class Producer:
             return self._store.insert(document)
 
     def _send_to_existing(
-        self, key: str, params: object, options: SendOptions, session: ClientSession | None
+        self,
+        key: str,
+        params: object,
+        options: SendOptions,
+        session: ClientSession | None,
+        *,
+        given: Set[str] | None = None,
     ) -> SendResult:
+        """
+        *given*: only what these names of arguments say is replaced; None: everything.
+        """
         if options.if_exists == "raise":
             raise TaskExists(key)
         keeps = options.if_exists == "keep"
@@ -288,7 +311,7 @@ class Producer:
             key,
             send_id,
             start_time=options.start_time(self._store.clock.now()) if wants_start else None,
-            replace=None if keeps else options.replacement(params),
+            replace=None if keeps else options.replacement(params, given),
             rerun=options.if_exists == "rerun",
             only_if_idle=guarded,
             clean_success=options.clean_success,
@@ -298,15 +321,11 @@ class Producer:
         document = self._store.find_task(key, _STATUS_FIELDS, session=session)
         if document is None:
             return self._send_again(key, params, options, session)
-        if document.get("send_id") != send_id:
-            status = _status(document)
-            if guarded and status == x.RUNNING:
+        if guarded and document.get("send_id") != send_id:
+            if _status(document) == x.RUNNING:
                 raise TaskRunning(key)
-            if guarded:
-                # It ran when we tried and has ended since: try once more.
-                return self._send_to_existing(key, params, options, session)
-            # Another send came after ours; ours was applied before it.
-            return SendResult(key, False, changed, status)
+            # It ran when we tried and has ended since: try once more.
+            return self._send_to_existing(key, params, options, session, given=given)
         return SendResult(key, False, changed, _status(document))
 
     def _applied(self, statement: statements.Update, session: ClientSession | None) -> bool:
@@ -336,20 +355,34 @@ class Producer:
 
     # -- changing ----------------------------------------------------------------------------
 
-    def update(self, key: str, params: Any = None, **options: Any) -> SendResult:
+    def update(self, key: str, params: Any = UNCHANGED, **options: Any) -> SendResult:
         """
-        Replace params and options of an existing task; `send` with ``if_exists="update"``.
+        Change params or options of an existing task; what is not given stays as it is.
+
+        *options* are those of `send` but ``if_exists`` and ``session``; None takes an optional
+        one away. A running attempt goes on, and learns of changed options at a heartbeat.
 
         Raises:
             TaskNotFound: If there is no such task.
             TypeError, ValueError, TaskRunning, StoreError: As `send`.
         """
-        checked = SendOptions.checked(**_known_options({**options, "if_exists": "update"}))
-        key, frozen = _checked_key(key), self._frozen(params)
+        key = _checked_key(key)
+        options.pop("if_exists", None)
+        SendOptions.checked(**_known_options(options))
+        frozen = None if params is UNCHANGED else self._frozen(params)
         self._ready()
-        if self._store.find_task(key, {"_id": 1}) is None:
+        document = self._store.find_task(key, _STATUS_FIELDS)
+        if document is None:
             raise TaskNotFound(key)
-        return self._send_to_existing(key, frozen, checked, None)
+        stored = model.read_options(model.decode_fields(document))
+        # Lease and heartbeat are checked against each other, the one not given as it is stored.
+        pair = {"lease": stored.lease, "heartbeat": stored.heartbeat}
+        touched = {name for name in options if name in pair}
+        checked = SendOptions.checked(
+            **{**(pair if touched else {}), **options, "if_exists": "update"}
+        )
+        given = set(options) | ({"params"} if params is not UNCHANGED else set())
+        return self._send_to_existing(key, frozen, checked, None, given=given)
 
     def cancel(self, key: str) -> bool:
         """
@@ -480,15 +513,23 @@ class Producer:
         """
         whole(limit, "limit", 1, 10_000)
         condition = _condition(status, name, tag)
-        found = self._store.find(
-            statements.Find(
-                filter={"key": {"$gt": after}, **condition},
-                projection={},
-                sort=[("key", 1)],
-                limit=limit,
+        tasks: _Tasks = []
+        # A page is short only at the end, however many of its documents are unreadable.
+        while len(tasks) < limit:
+            wanted = limit - len(tasks)
+            found = self._store.find(
+                statements.Find(
+                    filter={"key": {"$gt": after}, **condition},
+                    projection={},
+                    sort=[("key", 1)],
+                    limit=wanted,
+                )
             )
-        )
-        return list(self._readable(found))
+            tasks.extend(self._readable(found))
+            if len(found) < wanted:
+                break
+            after = str(found[-1]["key"])
+        return tasks
 
     def count(
         self, *, status: Status | None = None, name: str | None = None, tag: str | None = None

@@ -44,7 +44,7 @@ from tests.support import Document, wait_until
 
 WORKERS, PRODUCERS = 4, 2
 #: The most that is waited for the fleet to end all tasks in peace, in seconds.
-PEACE_S = 180.0
+PEACE_S = 120.0
 
 
 class Server:
@@ -98,6 +98,7 @@ class Soak:
         self._stop = threading.Event()
         self._sent: dict[str, None] = {}
         self._sent_lock = threading.Lock()
+        self._concurrency: dict[str, int] = {}
         self.done: collections.Counter[str] = collections.Counter()
         self._client: MongoClient[Document] = MongoClient(
             server.uri, appname="soak", tz_aware=True, serverSelectionTimeoutMS=20_000
@@ -219,8 +220,12 @@ class Soak:
         self.done[what] += 1
         if what == "new" or not known:
             key = f"task-{uuid.uuid4().hex[:12]}"
-            self._producer.send(key, self._params(chance), **self._options(chance))
+            # Not among the options that are changed later: two successes cannot become one.
+            concurrency = chance.choice([1, 1, 1, 1, 2])
+            options = {**self._options(chance), "concurrency": concurrency}
+            self._producer.send(key, self._params(chance), **options)
             self._remember(key)
+            self._concurrency[key] = concurrency
         elif what == "many":
             items = [(f"many-{uuid.uuid4().hex[:12]}", {"seconds": 0}) for _ in range(20)]
             results = self._producer.send_many(items, **self._options(chance))
@@ -228,15 +233,21 @@ class Soak:
         elif what == "again":
             self._producer.send(chance.choice(known), {"seconds": 0})
         elif what == "update":
-            options = {**self._options(chance), "if_exists": "update"}
-            self._producer.send(chance.choice(known), self._params(chance), **options)
+            self._send_again(chance, chance.choice(known), "update")
         elif what == "rerun":
-            options = {**self._options(chance), "if_exists": "rerun"}
-            self._producer.send(chance.choice(known), self._params(chance), **options)
+            self._send_again(chance, chance.choice(known), "rerun")
         elif what == "cancel":
             self._producer.cancel(chance.choice(known))
         else:
             self._producer.retry(chance.choice(known))
+
+    def _send_again(self, chance: random.Random, key: str, if_exists: str) -> None:
+        options = {
+            **self._options(chance),
+            "concurrency": self._concurrency.get(key, 1),
+            "if_exists": if_exists,
+        }
+        self._producer.send(key, self._params(chance), **options)
 
     def _remember(self, *keys: str) -> None:
         with self._sent_lock:
@@ -256,7 +267,6 @@ class Soak:
             "lease": 2.0,
             "heartbeat": 0.5,
             "priority": chance.randint(0, 3),
-            "concurrency": chance.choice([1, 1, 1, 1, 2]),
             "max_attempts": chance.choice([3, 5, 10]),
             "retry_delay": chance.choice([0, 0.2]),
             "delay": chance.choice([None, None, 0.5, 2.0]),
@@ -302,11 +312,17 @@ class Soak:
         self._client.admin.command({"configureFailPoint": "failCommand", "mode": "off"})
         self._invariants.sent(*self._sent)
         open_tasks = {"status": {"$in": ["waiting", "running"]}}
-        wait_until(
-            lambda: self._tasks.count_documents(open_tasks) == 0,
-            "every task ends in peace",
-            timeout=PEACE_S,
-        )
+        try:
+            wait_until(
+                lambda: self._tasks.count_documents(open_tasks) == 0,
+                "every task ends in peace",
+                timeout=PEACE_S,
+            )
+        except AssertionError as error:
+            left = list(self._tasks.find(open_tasks).limit(5))
+            living = [n for n, worker in self._workers.items() if worker.poll() is None]
+            msg = f"{error}; workers {living}; for example {left}"
+            raise AssertionError(msg) from None
         self._end_workers()
         self._invariants.check()
         # And nothing comes back to life by itself.

@@ -63,6 +63,8 @@ class Service:
 
     def __init__(self, part: str, thread_name: str, log: Log, on_crash: CrashHandler) -> None:
         self.part = part
+        #: Whose thread this is: what follows the colon in the thread's name.
+        self.owner_id = thread_name.partition(":")[2]
         self.health = PartHealth()
         self._log = log
         self._on_crash = on_crash
@@ -135,6 +137,7 @@ class Service:
                 "the database is in trouble; will try again",
                 extra={
                     "event": "store_trouble",
+                    "worker_id": self.owner_id,
                     "part": self.part,
                     "error_type": type(error.__cause__ or error).__name__,
                     "error": str(error)[:500],
@@ -156,7 +159,12 @@ class Service:
         self._log.error(
             "a part failed with a programming error",
             exc_info=error,
-            extra={"event": "part_failed", "part": self.part, "error_type": type(error).__name__},
+            extra={
+                "event": "part_failed",
+                "worker_id": self.owner_id,
+                "part": self.part,
+                "error_type": type(error).__name__,
+            },
         )
         full = len(self._crashes) == CRASH_COUNT
         if full and now_s - self._crashes[0] <= CRASH_WINDOW_S:

@@ -104,6 +104,7 @@ class Assembly:
             candidates,
             poll_interval_s=settings.poll_interval_s,
             crate_interop=settings.crate_interop,
+            on_changed=running.task_changed,
             on_crash=on_crash,
         )
         self.claimer = Claimer(

@@ -57,7 +57,7 @@ class Released:
     The attempt is given back, unused.
     """
 
-    why: Literal["shutdown", "lease_lost", "cancel_requested", "options_changed", "late"]
+    why: Literal["shutdown", "cancel_requested", "options_changed", "late"]
 
 
 @attrs.frozen
@@ -117,8 +117,10 @@ class HeldAttempt:
         self.held_until_s = claimed_at_s + options.lease - lease_margin_s(options.lease, margin_s)
         #: Set once the executor has an outcome.
         self.ended = False
-        #: Set once nothing more is to be written for it.
-        self.settled: Final = threading.Event()
+        #: Wakes whoever beats for it: there may be something to learn, or nothing left to do.
+        self.wake: Final = threading.Event()
+        #: Nothing more is to be written for it.
+        self.settled = False
         #: A stop has given it up: a late outcome is not written.
         self.abandoned = False
         #: The executor's thread has been replaced by another slot.

@@ -79,7 +79,7 @@ class Beat:
             return True
         self._failing = False
         self._health.note_success()
-        if attempt.settled.is_set():
+        if attempt.settled:
             return False
         fields = decode_fields(found[0]) if found else {}
         if not matched and not _is_open(fields, attempt.running_id):

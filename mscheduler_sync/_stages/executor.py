@@ -165,6 +165,8 @@ class Executor:
             return Failed(f"the params cannot be decoded: {failure.describe(error)}")
         del document
         try:
+            # None also where `around` swallows what the function has raised.
+            value = None
             with self._around() if self._around is not None else contextlib.nullcontext():
                 value = function(params, context)
         except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the attempt only
@@ -197,6 +199,9 @@ def _outcome_of(error: BaseException, attempt: HeldAttempt) -> Outcome:
     if isinstance(error, LeaseLost) and context.reason is not None:
         if context.reason == "timed_out":
             return _timed_out(attempt)
+        if context.reason == "lease_lost":
+            # Counted: a task whose leases lapse again and again must come to an end.
+            return Failed("LeaseLost: the lease was not renewed in time, and the function ended")
         return Released(context.reason)
     _log.info(
         "a function raised",

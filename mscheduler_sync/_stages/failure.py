@@ -58,7 +58,8 @@ def _type_name(error: BaseException) -> str:
     kind = type(error)
     module = getattr(kind, "__module__", "")
     name = getattr(kind, "__qualname__", "?")
-    return name if module in {"builtins", "__main__", ""} else f"{module}.{name}"
+    is_plain = module in {"builtins", "__main__", "", "mscheduler_sync.errors"}
+    return name if is_plain else f"{module}.{name}"
 
 
 def _message(error: BaseException) -> str:

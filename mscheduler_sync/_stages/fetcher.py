@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from bson.raw_bson import RawBSONDocument
@@ -51,6 +52,7 @@ class Fetcher(Service):
         *,
         poll_interval_s: float,
         crate_interop: bool,
+        on_changed: Callable[[str], None],
         on_crash: CrashHandler,
     ) -> None:
         super().__init__("fetch", f"ms-fetch:{lanes.worker_id}", _log, on_crash)
@@ -60,6 +62,7 @@ class Fetcher(Service):
         self._candidates = candidates
         self._poll_interval_s = poll_interval_s
         self._crate_interop = crate_interop
+        self._on_changed = on_changed
         self._invalid = Complaints(60.0)
         self._changed = threading.Condition()
         # All under _changed.
@@ -192,6 +195,9 @@ class Fetcher(Service):
                 fields = self._decoded(document)
                 if fields is None:
                     continue
+                key = fields.get("key")
+                if isinstance(key, str):
+                    self._on_changed(key)
                 is_foreign = chunk.get(fields.get("_id"), False)
                 if is_foreign or fields.get("lanes") is None or fields.get("due") is None:
                     self._adopt(fields.get("key"))

@@ -13,6 +13,7 @@ import heapq
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Final
 
@@ -58,6 +59,7 @@ class Heartbeats(Service):
         self._sequence = itertools.count()
         self._prune_at = _PRUNE_FROM
         self._waiting: list[HeldAttempt] = []
+        self._beating: weakref.WeakSet[HeldAttempt] = weakref.WeakSet()
         self._idle_beaters = 0
         self._beaters: set[threading.Thread] = set()
         self._numbers = itertools.count(1)
@@ -109,14 +111,14 @@ class Heartbeats(Service):
             if self._closing:
                 return
             _, _, attempt, action = heapq.heappop(self._agenda)
-        if not (attempt.settled.is_set() or attempt.abandoned):
+        if not (attempt.settled or attempt.abandoned):
             action(attempt)
 
     def _schedule(
         self, at_s: float, attempt: HeldAttempt, action: Callable[[HeldAttempt], None]
     ) -> None:
         if len(self._agenda) >= self._prune_at:
-            self._agenda = [entry for entry in self._agenda if not entry[2].settled.is_set()]
+            self._agenda = [entry for entry in self._agenda if not entry[2].settled]
             heapq.heapify(self._agenda)
             self._prune_at = max(_PRUNE_FROM, 2 * len(self._agenda))
         item = (at_s, next(self._sequence), attempt, action)
@@ -155,7 +157,20 @@ class Heartbeats(Service):
         if not attempt.ended:
             self._on_stuck(attempt)
 
+    def beat_now(self, attempt: HeldAttempt) -> None:
+        """
+        Ask the server about *attempt* at once: its task was changed by somebody. Never blocks.
+        """
+        attempt.wake.set()
+        with self._changed:
+            if attempt not in self._beating:
+                self._schedule(time.monotonic(), attempt, self._begin_beating)
+
     def _begin_beating(self, attempt: HeldAttempt) -> None:
+        with self._changed:
+            if attempt in self._beating:
+                return
+            self._beating.add(attempt)
         # Only now: most attempts end before their first beat and need no entry for their lease.
         with self._changed:
             self._schedule(attempt.held_until_s, attempt, self._check_lease)
@@ -218,7 +233,7 @@ class Heartbeats(Service):
         with self._changed:
             return not (
                 self._closing
-                or attempt.settled.is_set()
+                or attempt.settled
                 or attempt.abandoned
                 or (attempt.timed_out and not attempt.ended)
             )
@@ -245,5 +260,6 @@ class Heartbeats(Service):
             tell(attempt, "lease_lost", "its heartbeat crashed")
             return False
         if going_on:
-            attempt.settled.wait(beat.pause_s())
+            attempt.wake.wait(beat.pause_s())
+            attempt.wake.clear()
         return going_on

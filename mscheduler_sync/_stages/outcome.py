@@ -286,16 +286,17 @@ class OutcomeWriter(Service):
             fields["duration_s"] = round(pending.attempt.age_s(), 3)
         if isinstance(outcome, Interrupted):
             return
-        if isinstance(outcome, Released | Snoozed):
+        if verdict == "lost":
+            if pending.attempt is not None:
+                _log.warning(
+                    "the lease was lost; the outcome is not stored",
+                    extra={"event": "lease_lost", **fields},
+                )
+                self._hub.publish(AttemptLost(key=key, running_id=pending.running_id))
+        elif isinstance(outcome, Released | Snoozed):
             why = outcome.why if isinstance(outcome, Released) else "snoozed"
             _log.info("an attempt was released", extra={"event": "released", "why": why, **fields})
             self._hub.publish(AttemptReleased(key=key, running_id=pending.running_id, why=why))
-        elif verdict == "lost":
-            _log.warning(
-                "the lease was lost; the outcome is not stored",
-                extra={"event": "lease_lost", **fields},
-            )
-            self._hub.publish(AttemptLost(key=key, running_id=pending.running_id))
         elif isinstance(outcome, Succeeded):
             _log.info("a task succeeded", extra={"event": "succeeded", **fields})
             self._hub.publish(MarkSuccess(key=key))
@@ -307,15 +308,27 @@ class OutcomeWriter(Service):
             )
             retry_at_s = time.monotonic() + pending.retry_delay_s
             self._on_failure(key, retry_at_s)
-            if self._hub.has_listeners and self._store.clock.offset_s is not None:
+            if self._may_run_again(pending, outcome):
                 at = self._store.clock.at(retry_at_s)
                 self._hub.publish(WaitOccupy(key=key, next_occupy_time=at))
             self._hub.publish(TaskExecuteResult(key=key, success=False))
         self._settle(pending, verdict)
 
+    def _may_run_again(self, pending: _Pending, outcome: Failed) -> bool:
+        """
+        Whether another attempt is to be expected, and somebody wants to know when.
+        """
+        if not self._hub.has_listeners or self._store.clock.offset_s is None or outcome.for_good:
+            return False
+        attempt = pending.attempt
+        if attempt is None or attempt.options.retry_scope == "worker":
+            return attempt is not None
+        return attempt.number < attempt.options.max_attempts
+
     def _settle(self, pending: _Pending, verdict: Verdict) -> None:
         if pending.attempt is not None:
-            pending.attempt.settled.set()
+            pending.attempt.settled = True
+            pending.attempt.wake.set()
             self._on_settled(pending.attempt, pending.outcome, verdict)
 
 

@@ -154,6 +154,17 @@ class RunningAttempts:
         with self._lock:
             return key in self._keys
 
+    def task_changed(self, key: str) -> None:
+        """
+        Somebody has changed the task *key*, perhaps cancelled it: running attempts look at once.
+        """
+        with self._lock:
+            if key not in self._keys:
+                return
+            changed = [a for a in self._held.values() if a.key == key and not a.ended]
+        for attempt in changed:
+            self._heartbeats.beat_now(attempt)
+
     def keys(self) -> list[str]:
         with self._lock:
             return [attempt.key for attempt in self._held.values()]

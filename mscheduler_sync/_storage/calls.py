@@ -18,6 +18,7 @@ from typing import Any, Final
 import pymongo
 from bson.raw_bson import RawBSONDocument
 from pymongo import ReadPreference, WriteConcern
+from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import (
@@ -103,9 +104,14 @@ class ServerCalls:
         self._complaints = Complaints(3600.0)
 
     @contextlib.contextmanager
-    def _call(self, timeout_s: float = CALL_TIMEOUT_S) -> Iterator[None]:
+    def _call(
+        self, timeout_s: float = CALL_TIMEOUT_S, *, session: ClientSession | None = None
+    ) -> Iterator[None]:
         """
         Bound a call in time, map its errors, and remember outages.
+
+        In the caller's *session* the driver's own errors come out: their labels say whether
+        the transaction is to be repeated.
         """
         self._notice_fork()
         left_s = self.deadline_s - time.monotonic()
@@ -117,6 +123,8 @@ class ServerCalls:
             self._note_answer()
             raise
         except PyMongoError as error:
+            if session is not None:
+                raise
             mine = translated(error)
             if isinstance(mine, StoreUnavailable):
                 self._note_outage()

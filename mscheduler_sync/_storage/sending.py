@@ -5,7 +5,7 @@ The checked options of a send, and the document they make.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final, Literal
 
 import attrs
@@ -49,6 +49,30 @@ OPTION_NAMES: Final = (
     "clean_success",
     "clean_failed",
 )
+
+
+#: Argument of a send -> path in the document.
+_PATHS: Final = {
+    "params": "params",
+    "priority": "task_option.priority",
+    "concurrency": "task_option.concurrent_worker_cnt",
+    "heartbeat": "task_option.ping_interval_ms",
+    "lease": "task_option.worker_timeout_ms",
+    "worker_ids": "task_option.specific_worker_ids",
+    "max_attempts": "task_option.max_unexpected_retries",
+    "retry_delay": "task_option.unexpected_retry_delay_ms",
+    "name": "name",
+    "tags": "tags",
+    "timeout": "timeout_ms",
+    "keep_finished": "keep_ms",
+}
+#: Argument of a send -> field of the sub-document ``retry``.
+_RETRY_FIELDS: Final = {
+    "retry_backoff": "backoff",
+    "retry_max_delay": "max_delay_ms",
+    "retry_jitter": "jitter",
+    "retry_scope": "scope",
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -212,19 +236,28 @@ class SendOptions:
             "unexpected_retry_delay_ms": self.retry_delay_ms,
         }
 
-    def replacement(self, params: object) -> dict[str, Any]:
+    def replacement(self, params: object, given: Set[str] | None = None) -> dict[str, Any]:
         """
         Return what an update sets in an existing task, by path; None removes a fact.
+
+        Only what the arguments called *given* say, or everything (None).
         """
-        return {
+        everything: dict[str, Any] = {
             "params": params,
             **{f"task_option.{name}": value for name, value in self.crate_options().items()},
             "name": self.name,
             "tags": list(self.tags) or None,
-            "retry": dict(self.retry) or None,
             "timeout_ms": self.timeout_ms,
             "keep_ms": self.keep_ms,
         }
+        if given is None:
+            return {**everything, "retry": dict(self.retry) or None}
+        chosen = {path: everything[path] for name in given if (path := _PATHS.get(name))}
+        for name in given:
+            field = _RETRY_FIELDS.get(name)
+            if field is not None:
+                chosen[f"retry.{field}"] = self.retry.get(field)
+        return chosen
 
 
 def _ms(duration_s: float) -> int:

@@ -122,7 +122,7 @@ class TaskStore(ServerCalls):
         *,
         session: ClientSession | None = None,
     ) -> RawBSONDocument | None:
-        with self._call():
+        with self._call(session=session):
             return self._collection.find_one(statements.task(key), projection, session=session)
 
     def count(self, condition: Mapping[str, Any]) -> int:
@@ -140,7 +140,11 @@ class TaskStore(ServerCalls):
         try:
             with self._call():
                 self._collection.insert_one(document)  # type: ignore[arg-type]
-        except DuplicateKeyError:
+        except DuplicateKeyError as error:
+            if not _is_about_key(error.details):
+                fields = list((error.details or {}).get("keyPattern", ()))
+                msg = f"another unique index of the collection refuses it, on {fields}"
+                raise StoreRejected(msg) from error
             return self._is_mine(document)
         return True
 
@@ -164,7 +168,7 @@ class TaskStore(ServerCalls):
             for failure in error.details.get("writeErrors", []):
                 position = failure["index"]
                 inserted[position] = False
-                if failure.get("code") != _DUPLICATE_KEY:
+                if failure.get("code") != _DUPLICATE_KEY or not _is_about_key(failure):
                     errors[position] = str(failure.get("errmsg", failure.get("code")))[:500]
                 elif self._is_mine(documents[position]):
                     inserted[position] = True
@@ -186,7 +190,7 @@ class TaskStore(ServerCalls):
         """
         Run one conditional write; return how many documents it matched and changed.
         """
-        with self._call(timeout_s):
+        with self._call(timeout_s, session=session):
             if len(statement.keys) == 1:
                 result = self._collection.update_one(
                     statement.filter, statement.pipeline, session=session
@@ -235,7 +239,7 @@ class TaskStore(ServerCalls):
         """
         Insert *document* unless its key is taken; return whether it was, and the matched count.
         """
-        with self._call():
+        with self._call(session=session):
             result = self._collection.update_one(
                 statements.task(document["key"]),
                 {"$setOnInsert": document},
@@ -245,7 +249,7 @@ class TaskStore(ServerCalls):
         return result.upserted_id is not None, result.matched_count
 
     def delete(self, key: str, *, session: ClientSession | None = None) -> bool:
-        with self._call():
+        with self._call(session=session):
             return (
                 self._collection.delete_one(statements.task(key), session=session).deleted_count > 0
             )
@@ -253,3 +257,11 @@ class TaskStore(ServerCalls):
     def delete_matching(self, condition: Mapping[str, Any]) -> int:
         with self._call(60.0):
             return self._collection.delete_many(condition).deleted_count
+
+
+def _is_about_key(failure: Mapping[str, Any] | None) -> bool:
+    """
+    Whether a duplicate is one of the task's key (or _id), not of an index of the application.
+    """
+    pattern = (failure or {}).get("keyPattern")
+    return not isinstance(pattern, Mapping) or list(pattern) in (["key"], ["_id"])

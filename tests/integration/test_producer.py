@@ -16,6 +16,7 @@ import pytest
 from bson.codec_options import CodecOptions
 from pymongo import MongoClient, ReadPreference, WriteConcern
 from pymongo.collection import Collection
+from pymongo.errors import OperationFailure
 
 from mscheduler_sync import (
     Consumer,
@@ -23,6 +24,7 @@ from mscheduler_sync import (
     MSchedulerError,
     Producer,
     SendResult,
+    StoreRejected,
     StoreUnavailable,
     Task,
     TaskCancelled,
@@ -381,6 +383,26 @@ def test_update_replaces_params_and_options(
     assert stored(collection) == expected
 
 
+def test_update_leaves_a_cancelled_task_cancelled(producer: Producer, collection: Tasks) -> None:
+    """
+    A cancelled task takes new params and options, but stays out of every worker's reach.
+    """
+    before = arranged(producer, collection, "cancelled")
+    result = producer.send("k", "new", if_exists="update", worker_ids=["w"])
+    assert result == SendResult("k", inserted=False, updated=True, status="cancelled")
+    after = stored(collection)
+    assert after["params"] == "new"
+    assert after["due"] == NEVER
+    for path in ("status", "finished_at", "lanes"):
+        assert after[path] == before[path]
+    # Rust workers know nothing of cancelling; this is what keeps them off.
+    assert after["task_option"]["specific_worker_ids"] == ["__cancelled__"]
+    assert producer.retry("k")
+    task = producer.get("k")
+    assert task is not None
+    assert task.options.worker_ids == ("w",)
+
+
 def test_update_removes_what_is_not_given(producer: Producer, collection: Tasks) -> None:
     """
     Optional facts that the update does not name are gone, with their options at the defaults.
@@ -727,6 +749,32 @@ def test_send_many_refuses_wrong_common_options(
     assert collection.find_one() is None
 
 
+def test_another_unique_index_of_the_application_is_an_error_of_its_item(
+    producer: Producer, collection: Tasks
+) -> None:
+    """
+    A document that the server refuses though its key is free spoils no other.
+    """
+    collection.create_index([("params.a", 1)], unique=True, sparse=True, name="theirs")
+    results = producer.send_many([("x", {"a": 1}), ("y", {"a": 1}), ("z", {"a": 2})])
+    assert [r.inserted for r in results] == [True, False, True]
+    assert isinstance(results[1].error, Exception)
+    assert sorted(d["key"] for d in collection.find()) == ["x", "z"]
+
+
+def test_another_unique_index_of_the_application_is_an_error_of_the_send(
+    producer: Producer, collection: Tasks
+) -> None:
+    """
+    Neither another's task nor an endless loop: the refusal is raised.
+    """
+    collection.create_index([("params.a", 1)], unique=True, sparse=True, name="theirs")
+    producer.send("x", {"a": 1})
+    with pytest.raises(StoreRejected):
+        producer.send("y", {"a": 1})
+    assert [d["key"] for d in collection.find()] == ["x"]
+
+
 # -- transactions ------------------------------------------------------------------------------
 
 
@@ -801,18 +849,43 @@ def test_trouble_in_a_transaction_is_raised_at_once(
     producer: Producer, client: MongoClient[Document], collection: Tasks
 ) -> None:
     """
-    With a session nothing is retried: the caller repeats the transaction.
+    With a session nothing is retried or renamed: its label tells the caller to repeat it.
     """
     producer.send("first")
     with client.start_session() as session:
         session.start_transaction()
         with (
             fail_point(client, ["update"], {"times": 1}, errorCode=112),
-            pytest.raises(StoreUnavailable),
+            pytest.raises(OperationFailure) as raised,
         ):
             producer.send("k", session=session)
+        assert raised.value.has_error_label("TransientTransactionError")
         session.abort_transaction()
     assert producer.get("k") is None
+
+
+def test_with_transaction_of_the_driver_repeats_a_conflict(
+    producer: Producer, client: MongoClient[Document]
+) -> None:
+    """
+    The driver's own retry of a transaction works with a send inside.
+    """
+    producer.send("k", 0)
+    calls: list[int] = []
+    with client.start_session() as first, client.start_session() as second:
+        first.start_transaction()
+        producer.send("k", 1, if_exists="update", session=first)
+
+        def work(session: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                first.commit_transaction()
+            producer.send("k", 2, if_exists="update", session=session)
+
+        second.with_transaction(work)
+    task = producer.get("k")
+    assert task is not None
+    assert (task.params, len(calls) >= 2) == (2, True)
 
 
 # -- asking ------------------------------------------------------------------------------------
@@ -864,6 +937,16 @@ def test_list_and_count_filter_and_page(producer: Producer, collection: Tasks) -
     assert counts == (8, 1, 2, 1)
     with pytest.raises(ValueError, match="status"):
         producer.count(status="done")  # type: ignore[arg-type]
+
+
+def test_unreadable_documents_do_not_end_a_listing(producer: Producer, collection: Tasks) -> None:
+    """
+    A page is short only at the end, so that reading page after page reaches every task.
+    """
+    producer.send_many([(f"a{n}", n) for n in range(3)])
+    collection.update_many({}, {"$set": {"task_state.start_time": "soon"}})
+    producer.send_many([(f"b{n}", n) for n in range(3)])
+    assert [t.key for t in producer.list(limit=2)] == ["b0", "b1"]
 
 
 def test_result_returns_what_the_function_returned(producer: Producer, collection: Tasks) -> None:
@@ -980,14 +1063,39 @@ def test_update_needs_an_existing_task(producer: Producer, collection: Tasks) ->
     assert collection.find_one() is None
 
 
-def test_update_is_send_with_update(producer: Producer, collection: Tasks) -> None:
+def test_update_changes_what_is_given(producer: Producer, collection: Tasks) -> None:
     """
-    Params and options are replaced.
+    Params and options that are named are replaced; the others stay as they are.
     """
     before = arranged(producer, collection, "waiting")
-    result = producer.update("k", "new", priority=9, max_attempts=1, retry_delay=0)
+    result = producer.update("k", priority=9, max_attempts=1, timeout=5, retry_backoff=2.0)
     assert result == SendResult("k", inserted=False, updated=True, status="waiting")
-    assert stored(collection) == updated(before)
+    option = {**before["task_option"], "priority": 9, "max_unexpected_retries": 1}
+    changed = {"task_option": option, "timeout_ms": 5000, "retry": {"backoff": 2.0}}
+    assert stored(collection) == {**before, **changed}
+    producer.update("k", "new", timeout=None)
+    changed = {"task_option": option, "retry": {"backoff": 2.0}, "params": "new"}
+    assert stored(collection) == {**before, **changed}
+
+
+def test_update_checks_a_heartbeat_against_the_stored_lease(
+    producer: Producer, collection: Tasks
+) -> None:
+    """
+    Half the lease is the limit, also where only one of the two is given.
+    """
+    producer.send("k", lease=10, heartbeat=2)
+    with pytest.raises(ValueError, match="half the lease"):
+        producer.update("k", heartbeat=6)
+    producer.update("k", heartbeat=5)
+    assert stored(collection)["task_option"]["ping_interval_ms"] == 5000
+
+
+def test_update_refuses_unknown_options(producer: Producer) -> None:
+    """
+    A misspelt option is an error, not a silence.
+    """
+    producer.send("k")
     with pytest.raises(TypeError):
         producer.update("k", "new", colour=1)
 
@@ -1191,7 +1299,7 @@ def trouble(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     data = LOST[request.param]
     if "blockTimeMS" in data:
         call = TaskStore._call
-        monkeypatch.setattr(TaskStore, "_call", lambda store, _timeout_s=0.0: call(store, 0.3))
+        monkeypatch.setattr(TaskStore, "_call", lambda store, *_, session=None: call(store, 0.3))
     return data
 
 

@@ -14,6 +14,7 @@ from mscheduler_sync._storage.statements.base import READABLE, Document, Find, U
 #: Stands in ``specific_worker_ids`` of a cancelled task, so that workers that
 #: know nothing of cancelling (the Rust crate's) keep off it.
 NOBODY: Final = "__cancelled__"
+_IDS: Final = "task_option.specific_worker_ids"
 
 
 def task(key: str) -> Document:
@@ -42,12 +43,14 @@ def resend(
     clean_failed: bool,
 ) -> Update:
     """
-    Apply a send to an existing task, once: ``send_id`` in the document says that it was.
+    Apply a send to an existing task.
 
     *replace* holds params, name, options and facts to set; `None` values in it
     are removed. With *rerun* a task that has ended is armed again; with
-    *only_if_idle* nothing is changed while a live attempt runs.
+    *only_if_idle* nothing is changed while a live attempt runs. What may not be
+    applied twice, or may not be applied at all, leaves *send_id* in the document.
     """
+    needs_mark = rerun or only_if_idle or clean_success or clean_failed
     live = x.attempts_where({"$and": [x.E_OPEN, {"$gt": ["$$e.ping_expire_time", x.NOW]}]})
     may: list[x.Expr] = [{"$ne": ["$send_id", x.literal(send_id)]}]
     if only_if_idle:
@@ -66,17 +69,11 @@ def resend(
         changes["task_state.start_time"] = start_time
     for path, value in (replace or {}).items():
         changes[path] = "$$REMOVE" if value is None and path != "params" else x.literal(value)
-    if rerun:
-        changes["cancel"] = {"$cond": ["$_ended", "$$REMOVE", "$cancel"]}
-        if "task_option.specific_worker_ids" not in changes and "task_option" not in changes:
-            changes["task_option.specific_worker_ids"] = {
-                "$cond": ["$_ended", _original_ids(), "$task_option.specific_worker_ids"]
-            }
-        if start_time is None:
-            changes["task_state.start_time"] = {
-                "$cond": ["$_ended", x.NOW, "$task_state.start_time"]
-            }
-    changes["send_id"] = x.literal(send_id)
+    changes.update(_restriction(changes.pop(_IDS, None), rerun=rerun))
+    if rerun and start_time is None:
+        changes["task_state.start_time"] = {"$cond": ["$_ended", x.NOW, "$task_state.start_time"]}
+    if needs_mark:
+        changes["send_id"] = x.literal(send_id)
     guarded = {
         path: {"$cond": ["$_may", value, _unchanged(path)]} for path, value in changes.items()
     }
@@ -97,6 +94,29 @@ def resend(
             *x.DERIVED,
         ],
     )
+
+
+def _restriction(ids: x.Expr | None, *, rerun: bool) -> Document:
+    """
+    The worker ids, and the request to cancel that may have put them aside.
+
+    A task that stays cancelled stays barred to all; new *ids* wait in the request.
+    """
+    if ids is None and not rerun:
+        return {}
+    is_cancelled = {"$and": [x.has("cancel.time"), {"$eq": [{"$type": "$cancel"}, "object"]}]}
+    stays = {"$and": [is_cancelled, {"$not": ["$_ended"]}]} if rerun else is_cancelled
+    if ids is None:
+        return {
+            _IDS: {"$cond": ["$_ended", _original_ids(), f"${_IDS}"]},
+            "cancel": {"$cond": [stays, "$cancel", "$$REMOVE"]},
+        }
+    return {
+        _IDS: {"$cond": [stays, [NOBODY], ids]},
+        "cancel": {
+            "$cond": [stays, {"$mergeObjects": ["$cancel", {"worker_ids": ids}]}, "$$REMOVE"]
+        },
+    }
 
 
 def _unchanged(path: str) -> x.Expr:
