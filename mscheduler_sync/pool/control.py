@@ -82,6 +82,7 @@ class Control(Service):
         self._next_scan_s = 0.0
         self._next_reap_s = 0.0
         self._refresh_wanted = False
+        self._look_wanted = True
         self._retiring: list[str] = []
 
     # -- hints; from any thread --------------------------------------------------------------
@@ -95,14 +96,15 @@ class Control(Service):
             self._pending.add(step.job_id, self._claims.due_s(step.not_before))
         elif step.state is not None or step.gone:
             self._pending.discard(step.job_id)
-        if step.has_mail and self._held.find(step.job_id) is not None:
+        if step.has_mail:
+            # Whether the job is held here is asked later: its claim may be under way.
             self._pending.add_mail(step.job_id)
 
     def look_around(self) -> None:
         """
         Look for everything at once: something may have been missed, or was changed.
         """
-        self._next_poll_s = self._next_scan_s = 0.0
+        self._look_wanted = True
         self._pending.look_again()
         self._pending.wake()
 
@@ -125,7 +127,7 @@ class Control(Service):
             return
         self._executor.nudge()
         self._claims.settle()
-        if self._refresh_wanted or time.monotonic() >= self._next_poll_s:
+        if self._look_wanted or self._refresh_wanted or time.monotonic() >= self._next_poll_s:
             self._poll()
         self._claims.claim_due(self._crew())
         self._take_mail()
@@ -139,12 +141,15 @@ class Control(Service):
 
     def on_store_error(self, error: StoreError) -> None:  # noqa: ARG002 - a hook
         # What was taken up and not finished is found again by a look.
-        self._next_scan_s = self._next_poll_s = 0.0
+        self._look_wanted = True
         self._pending.look_again()
 
     def _poll(self) -> None:
         self._store.measure_clock()
-        self._refresh_wanted = False
+        # Before the reads: what is asked for from now on is done in another round.
+        scan = self._look_wanted or not self._is_streaming()
+        scan = scan or time.monotonic() >= self._next_scan_s
+        self._refresh_wanted = self._look_wanted = False
         before = self._view.epoch()
         seen = self._view.refresh()
         self._next_poll_s = time.monotonic() + self._poll_interval_s
@@ -155,7 +160,7 @@ class Control(Service):
             self._pending.look_again()
         crew = self._crew()
         self._tidy(seen.ring)
-        if not self._is_streaming() or time.monotonic() >= self._next_scan_s:
+        if scan:
             self._scan(crew)
             self._next_scan_s = time.monotonic() + _SAFETY_S
         self._rebalance()

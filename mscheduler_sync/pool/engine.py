@@ -132,7 +132,9 @@ class Engine:
             is_told=self.is_streaming,
             hint=self._hint,
         )
-        #: Stopped before anything else at a close: tickers and schedules.
+        self._recurring_lock = threading.Lock()
+        # Replaced under _recurring_lock, never changed.
+        #: Tickers and schedules: stopped before anything else at a close.
         self.recurring: list[Service] = []
 
     @staticmethod
@@ -181,6 +183,18 @@ class Engine:
             services.append(self._watcher)
         return services
 
+    def add_recurring(self, thread: Service, *, alone: bool) -> None:
+        """
+        Stop *thread* with the node; with *alone*, also end a former one for the same thing.
+        """
+        with self._recurring_lock:
+            former = [one for one in self.recurring if not one.stopping]
+            if alone:
+                for one in former:
+                    if one.part == thread.part:
+                        one.request_stop()
+            self.recurring = [*former, thread]
+
     # -- knowledge ---------------------------------------------------------------------------
 
     @property
@@ -200,7 +214,7 @@ class Engine:
         Every part by name: whether it lives, and its errors.
         """
         parts = {one.part: (one.alive, one.health) for one in self._services()}
-        parts |= {one.part: (one.alive, one.health) for one in self.recurring}
+        parts |= {one.part: (one.alive, one.health) for one in self.recurring if not one.stopping}
         return parts | {"handlers": (True, self.handling.health), "steps": (True, self._bugs)}
 
     def _hint(self, job_id: str) -> None:

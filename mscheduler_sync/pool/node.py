@@ -24,7 +24,9 @@ from mscheduler_sync.pool.engine import Engine
 from mscheduler_sync.pool.events import NodeStateChanged
 from mscheduler_sync.pool.job import Handler, WorkerInfo, check_handler
 from mscheduler_sync.pool.reports import CloseReport, NodeHealth, NodeState, ShutdownReport
-from mscheduler_sync.pool.settings import NodeSettings
+from mscheduler_sync.pool.schedule import Planner, Schedule
+from mscheduler_sync.pool.settings import NodeSettings, name_of
+from mscheduler_sync.pool.ticker import Tick, Ticker
 from mscheduler_sync.pool.worker import Worker
 from mscheduler_sync.run_forever import serve
 from mscheduler_sync.settings import Duration, seconds, text
@@ -327,13 +329,92 @@ class Node:
         """
         Return what a job was dispatched with. Raises `JobNotFound`.
         """
-        return self._running().requests.job_payload(text(key, "key"))
+        key = text(key, "key")
+        return self._running().requests.job_payload(key)
 
     def job_owner(self, key: str) -> str | None:
         """
         Return the id of a job's worker, or None between two. Raises `JobNotFound`.
         """
-        return self._running().requests.job_owner(text(key, "key"))
+        key = text(key, "key")
+        return self._running().requests.job_owner(key)
+
+    # -- what recurs -------------------------------------------------------------------------
+
+    def ticker(
+        self,
+        name: str,
+        interval: Duration,
+        callback: Callable[[Tick], Any] | None = None,
+    ) -> Ticker:
+        """
+        Compete for a tick at each *interval*: over all nodes of the pool one gets it.
+
+        Missed ticks count as one. Another interval for the same name changes it for all nodes.
+
+        Raises:
+            RuntimeError: On a client-only or closed node.
+            TypeError, ValueError: A wrong name, interval or callback.
+            StoreError: The database did not answer; call it again.
+        """
+        name = name_of(name, "name")
+        interval_s = seconds(interval, "interval", at_least=0.01)
+        if callback is not None and not callable(callback):
+            msg = f"callback must be callable or None, got {callback!r:.200}"
+            raise TypeError(msg)
+        engine = self._full("a ticker")
+        ticker = Ticker(
+            engine.store,
+            self.pool,
+            name,
+            interval_s,
+            callback=callback,
+            on_crash=self._on_crash,
+        )
+        ticker.start()
+        engine.add_recurring(ticker.thread, alone=False)
+        return ticker
+
+    def schedule(self, planner: Planner, interval: Duration, name: str | None = None) -> Schedule:
+        """
+        Ask *planner* at each *interval*, on one node of the pool, which jobs are to run.
+
+        The first plan is due at once. A node that dies with a plan in hand has it repeated.
+        Doing it again on this node replaces the former planner.
+        *name* defaults to the planner's attribute ``name``, or else its class's name.
+
+        Raises:
+            RuntimeError: On a client-only or closed node.
+            TypeError, ValueError: A wrong planner, interval or name.
+            StoreError: The database did not answer; call it again.
+        """
+        if not callable(getattr(planner, "plan", None)):
+            msg = f"a planner needs a method plan, got {planner!r:.200}"
+            raise TypeError(msg)
+        chosen = name if name is not None else getattr(planner, "name", type(planner).__name__)
+        checked = name_of(chosen, "name")
+        interval_s = seconds(interval, "interval", at_least=0.01)
+        engine = self._full("a schedule")
+        schedule = Schedule(
+            engine.store,
+            self.pool,
+            checked,
+            planner,
+            interval_s,
+            engine.requests,
+            dispatch_timeout_s=self._settings.dispatch_timeout_s,
+            node=lambda: engine.node,
+            on_crash=self._on_crash,
+        )
+        schedule.start()
+        engine.add_recurring(schedule.thread, alone=True)
+        return schedule
+
+    def _full(self, what: str) -> Engine:
+        if self._settings.client_only:
+            msg = f"a client-only node cannot have {what}"
+            raise RuntimeError(msg)
+        return self._running()
 
     # -- knowledge ---------------------------------------------------------------------------
 

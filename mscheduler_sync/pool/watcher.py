@@ -5,7 +5,7 @@ The change stream over the jobs: hints for the node's control thread and for wai
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import attrs
 
@@ -17,6 +17,9 @@ from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.waiting import Waiters
 
 _log = logger("watch")
+
+#: Shown of updates only; a whole document always has the first.
+_MAIL: Final = frozenset({"inbox_seq", "stop"})
 
 
 @attrs.frozen
@@ -102,7 +105,7 @@ class PoolWatcher(StreamReader):
                     state if isinstance(state, str) else None,
                     gone=event.get("operationType") == "delete",
                     is_new=event.get("operationType") == "insert",
-                    has_mail=fields.get("mail") is True,
+                    has_mail=fields.get("mail") is True or not fields.keys().isdisjoint(_MAIL),
                     not_before=fields.get("not_before"),
                     epoch=fields.get("epoch"),
                 )

@@ -8,7 +8,6 @@ from bson.int64 import Int64
 
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync.pool.statements.base import (
-    OPEN,
     Read,
     Removal,
     Write,
@@ -89,7 +88,6 @@ def set_schedule(schedule_id: str, pool: str, name: str, interval_ms: int) -> Wr
                 "$set": {
                     "pool": x.literal(pool),
                     "name": x.literal(name),
-                    "state": {"$ifNull": ["$state", OPEN]},
                     "next": {"$ifNull": ["$next", x.NOW]},
                     "number": {"$ifNull": ["$number", Int64(0)]},
                     "runner": {"$ifNull": ["$runner", None]},
@@ -113,7 +111,7 @@ def begin_plan(schedule_id: str, runner: str, node: str, instead_of: str | None)
     """
     return Write(
         "schedules",
-        {"_id": schedule_id, "state": OPEN, "runner": instead_of},
+        {"_id": schedule_id, "runner": instead_of},
         only_if(
             {"$lte": ["$next", x.NOW]},
             {"runner": x.literal(runner), "runner_node": x.literal(node)},
@@ -144,9 +142,20 @@ def end_plan(schedule_id: str, runner: str, interval_ms: int) -> Write:
     )
 
 
-def end_schedule(schedule_id: str, runner: str) -> Write:
+def leave_plan(schedule_id: str, runner: str) -> Write:
+    """
+    Give back a plan that was not carried out in full: somebody repeats it.
+    """
     return Write(
         "schedules",
         {"_id": schedule_id, "runner": runner},
-        changed(state="stopped", runner=None, runner_node=None, keys=x.literal([])),
+        changed(runner=None, runner_node=None),
     )
+
+
+def end_schedule(schedule_id: str, runner: str) -> Removal:
+    return Removal("schedules", {"_id": schedule_id, "runner": runner})
+
+
+def remove_schedule(schedule_id: str) -> Removal:
+    return Removal("schedules", {"_id": schedule_id})

@@ -116,7 +116,9 @@ def watch_pipeline(pool: str) -> list[x.Stage]:
     """
     fields = ("state", "mail", "answered", "not_before", "epoch")
     shown = {f"fullDocument.{name}": 1 for name in fields}
-    shown |= {f"updateDescription.updatedFields.{name}": 1 for name in fields}
+    # A second notification leaves the mark as it is, but never the number.
+    changing = (*fields, "inbox_seq", "stop")
+    shown |= {f"updateDescription.updatedFields.{name}": 1 for name in changing}
     return [
         {
             "$match": {

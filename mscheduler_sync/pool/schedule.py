@@ -1,0 +1,282 @@
+"""
+A planner that says, at each period and on one node, which jobs are to run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, Protocol
+
+import attrs
+
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync.errors import JobExists, JobNotFound, MSchedulerError, StoreError
+from mscheduler_sync.pool import statements
+from mscheduler_sync.pool.requests import Requests
+from mscheduler_sync.pool.statements import Document
+from mscheduler_sync.pool.store import PoolStore
+
+_log = logger("pool")
+
+#: The shared document is read again this often, in seconds.
+_LOOK_S: Final = 1.0
+
+
+class ScheduleStop(Exception):
+    """
+    Raise in `Planner.plan`: the schedule is over, on all nodes. Its jobs go on.
+    """
+
+
+def _as_dict(value: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return dict(value)
+
+
+def _as_keys(value: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        msg = f"stop must be a collection of keys, got {value!r}"
+        raise TypeError(msg)
+    return tuple(value)
+
+
+@attrs.frozen
+class JobPlan:
+    """
+    What a planner wants.
+    """
+
+    #: Key -> payload of the jobs that are to run. What runs already goes on.
+    start: dict[str, Any] = attrs.field(factory=dict, converter=_as_dict)
+    #: Keys of jobs that are to be stopped.
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_as_keys)
+    #: Stop every job that this schedule has started and that is not in *start*.
+    stop_all: bool = False
+
+
+class Planner(Protocol):
+    """
+    Any object with this method. Its attribute ``name``, or else its class's, names the schedule.
+    """
+
+    def plan(self) -> JobPlan:
+        """
+        Say what is to run. May raise `ScheduleStop`; other errors are logged, and it goes on.
+        """
+
+
+class ScheduleThread(Service):
+    """
+    Takes the plans that are due, and carries them out.
+    """
+
+    longest_pause_s = 2.0
+
+    def __init__(
+        self,
+        store: PoolStore,
+        schedule_id: str,
+        name: str,
+        planner: Planner,
+        requests: Requests,
+        *,
+        dispatch_timeout_s: float,
+        node: Callable[[], str],
+        on_end: Callable[[], None],
+        on_crash: CrashHandler,
+    ) -> None:
+        super().__init__(f"schedule:{name}", f"ms-plan:{name}", _log, on_crash)
+        self._store = store
+        self._id = schedule_id
+        self._name = name
+        self._planner = planner
+        self._requests = requests
+        self._dispatch_timeout_s = dispatch_timeout_s
+        self._node = node
+        self._on_end = on_end
+
+    def step(self) -> None:
+        self._store.measure_clock()
+        document = self._store.read_one(statements.schedule(self._id))
+        if document is None:
+            self.request_stop()
+            return
+        wait_s = self._store.clock.monotonic_at(document["next"]) - time.monotonic()
+        if wait_s > 0:
+            self.pause(min(wait_s, _LOOK_S))
+            return
+        if not self._may_take(document):
+            self.pause(min(_LOOK_S, document["interval_ms"] / 1000))
+            return
+        runner = uuid.uuid4().hex
+        self._store.write(statements.begin_plan(self._id, runner, self._node(), document["runner"]))
+        taken = self._store.read_one(statements.schedule(self._id))
+        if taken is None or taken["runner"] != runner:
+            self.pause(0.002)
+            return
+        self._run(runner, taken)
+
+    def _may_take(self, document: Document) -> bool:
+        """
+        Whether nobody has the plan in hand, or a dead node has, or a former try of this one.
+        """
+        owner = document["runner_node"]
+        if document["runner"] is None or owner == self._node():
+            return True
+        found = self._store.read_one(statements.node_state(owner))
+        return found is None or found["state"] != statements.ALIVE
+
+    def _run(self, runner: str, document: Document) -> None:
+        interval_ms = int(document["interval_ms"])
+        try:
+            plan = self._planner.plan()
+            if not isinstance(plan, JobPlan):
+                msg = f"plan() must return a JobPlan, got {plan!r:.200}"
+                raise TypeError(msg)  # noqa: TRY301 - logged like what a planner raises
+        except ScheduleStop:
+            self._store.remove(statements.end_schedule(self._id, runner))
+            self.request_stop()
+            return
+        except Exception as error:  # noqa: BLE001 - the next plan may be better
+            self._complain("a planner has failed", "plan_failed", None, error)
+            self._store.write(statements.end_plan(self._id, runner, interval_ms))
+            return
+        if self._carry_out(runner, plan, set(document["keys"])):
+            self._store.write(statements.end_plan(self._id, runner, interval_ms))
+        else:
+            self._store.write(statements.leave_plan(self._id, runner))
+
+    def _carry_out(self, runner: str, plan: JobPlan, tracked: set[str]) -> bool:
+        """
+        Start, then stop; return False if this node's stop has come between.
+        """
+        for key, payload in plan.start.items():
+            if self.stopping:
+                return False
+            self._start_job(runner, key, payload)
+        ending = tracked - set(plan.start) if plan.stop_all else set(plan.stop)
+        for key in sorted(ending):
+            if self.stopping:
+                return False
+            self._stop_job(runner, key)
+        return True
+
+    def _start_job(self, runner: str, key: str, payload: Any) -> None:
+        # Before the dispatch: a planner that dies between the two forgets no job.
+        self._store.write(statements.track(self._id, runner, key))
+        try:
+            self._requests.dispatch(key, payload, self._dispatch_timeout_s)
+        except JobExists:
+            return
+        except StoreError:
+            raise
+        except (MSchedulerError, TypeError, ValueError) as error:
+            self._complain("a planned job could not be started", "start_failed", key, error)
+            self._store.write(statements.untrack(self._id, runner, key))
+
+    def _stop_job(self, runner: str, key: str) -> None:
+        try:
+            self._requests.stop_job(key, wait=False, timeout_s=self._dispatch_timeout_s)
+        except JobNotFound:
+            pass
+        except StoreError:
+            raise
+        except (MSchedulerError, TypeError, ValueError) as error:
+            self._complain("a planned job could not be stopped", "stop_failed", key, error)
+            return
+        self._store.write(statements.untrack(self._id, runner, key))
+
+    def _complain(self, message: str, event: str, key: str | None, error: Exception) -> None:
+        self.health.note_error(error)
+        _log.error(
+            message,
+            exc_info=error,
+            extra={
+                "event": event,
+                "schedule": self._name,
+                "task_key": key,
+                "error_type": type(error).__name__,
+            },
+        )
+
+    def request_stop(self) -> None:
+        super().request_stop()
+        self._on_end()
+
+
+class Schedule:
+    """
+    A schedule in which this node takes part. Made by `Node.schedule`.
+    """
+
+    def __init__(
+        self,
+        store: PoolStore,
+        pool: str,
+        name: str,
+        planner: Planner,
+        interval_s: float,
+        requests: Requests,
+        *,
+        dispatch_timeout_s: float,
+        node: Callable[[], str],
+        on_crash: CrashHandler,
+    ) -> None:
+        self.name = name
+        self._store = store
+        self._pool = pool
+        self._id = statements.full_id(pool, name)
+        self._interval_ms = max(1, round(interval_s * 1000))
+        self._ended = threading.Event()
+        self.thread = ScheduleThread(
+            store,
+            self._id,
+            name,
+            planner,
+            requests,
+            dispatch_timeout_s=dispatch_timeout_s,
+            node=node,
+            on_end=self._ended.set,
+            on_crash=on_crash,
+        )
+
+    def start(self) -> None:
+        """
+        Make the shared document, or change its interval, and take part from now on.
+        """
+        self._store.write(
+            statements.set_schedule(self._id, self._pool, self.name, self._interval_ms)
+        )
+        self.thread.start()
+
+    @property
+    def is_ended(self) -> bool:
+        """
+        Whether it was stopped, here or elsewhere, or closed.
+        """
+        return self._ended.is_set()
+
+    def wait_ended(self, timeout: float | None = None) -> bool:
+        """
+        Wait up to *timeout* seconds (None: for ever) for the end; return whether it has come.
+        """
+        return self._ended.wait(timeout)
+
+    def stop(self) -> None:
+        """
+        End the schedule on all nodes. Its jobs go on.
+
+        Raises:
+            StoreError: The database did not answer; call it again.
+        """
+        self._store.remove(statements.remove_schedule(self._id))
+        self.close()
+
+    def close(self) -> None:
+        """
+        Take no more part; other nodes go on.
+        """
+        self.thread.request_stop()
