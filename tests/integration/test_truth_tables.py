@@ -43,7 +43,7 @@ from tests.oracle import FUTURE, PAST, UTC, Claim, Document
 ME: Final = "me"
 WORKERS: Final = [ME, ME, "w1", "w2", "w3"]
 #: Documents of each truth table that are generated, once and the same in every run.
-GENERATED: Final = 200
+GENERATED: Final = 150
 #: The server's two clocks, asked and used, may differ by this.
 SLACK: Final = dt.timedelta(seconds=1)
 
@@ -343,12 +343,17 @@ class Table:
     store: TaskStore
     earliest: dt.datetime = oracle.EPOCH
     latest: dt.datetime = oracle.NEVER
+    filled: bool = False
 
     def some(self) -> Table:
         """
-        The same collection with some of the cases.
+        The same table with some of the cases; before the first run.
         """
         return attrs.evolve(self, cases=self.cases[ALONE])
+
+    def _insert(self) -> None:
+        self.collection.create_index("key", unique=True)
+        self.collection.insert_many([case.document for case in self.cases])
 
     def _server_time(self) -> dt.datetime:
         reply = self.collection.database.client.admin.command("hello")
@@ -361,6 +366,9 @@ class Table:
         Run the statement that *make* makes, for a hundred cases at once or for each alone.
         """
         chosen = list(self.cases if cases is None else cases)
+        if not self.filled:
+            self._insert()
+            self.filled = True
         self.earliest = self._server_time() - SLACK
         if together:
             for start in range(0, len(chosen), 100):
@@ -409,12 +417,7 @@ class Table:
 
 @pytest.fixture
 def table(collection: Collection[Document], cases: list[Case]) -> Table:
-    store = TaskStore(collection)
-    store.ensure_indexes()
-    # The times of the documents are long past: the server would sweep them away.
-    collection.drop_index("expire_at")
-    collection.insert_many([case.document for case in cases])
-    return Table(collection, cases, store)
+    return Table(collection, cases, TaskStore(collection))
 
 
 # -- claiming --------------------------------------------------------------------------------
@@ -824,7 +827,7 @@ def odd_documents(draw: st.DrawFn) -> Document:
 def generated_odd() -> list[Document]:
     every_place = [plain({"ping_expire_time": PAST}) for _ in ODD_PLACES]
     for document, path in zip(every_place, ODD_PLACES, strict=True):
-        _put_anywhere(document, path, None)
+        _put_anywhere(document, path)
     return every_place + _generated(odd_documents(), GENERATED)
 
 
@@ -850,9 +853,10 @@ def odd_table(collection: Collection[Document], generated_odd: list[Document]) -
             cases.append(Case(chosen, 1))
     store = TaskStore(collection)
     store.ensure_indexes()
+    # The times of the documents are long past: the server would sweep them away.
     collection.drop_index("expire_at")
     collection.insert_many([case.document for case in cases])
-    return Table(collection, cases, store)
+    return Table(collection, cases, store, filled=True)
 
 
 def _is_ordinary(case: Case) -> bool:

@@ -5,12 +5,11 @@ Which room may use which, read from the imports; and a few things that no module
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
-
-import pytest
 
 ROOT: Final = Path(__file__).parents[2]
 PACKAGE: Final = ROOT / "mscheduler_sync"
@@ -40,7 +39,8 @@ THIRD_PARTY: Final = {"attr", "attrs", "bson", "cachetools", "pymongo"}
 Module = tuple[str, Path]
 
 
-def modules() -> list[Module]:
+@functools.cache
+def modules() -> tuple[Module, ...]:
     """
     Every module of the package by its dotted name, without the package's own.
     """
@@ -49,32 +49,39 @@ def modules() -> list[Module]:
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found.append((name, path))
-    return found
+    return tuple(found)
 
 
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def imports(path: Path) -> Iterator[tuple[str, str]]:
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
+@functools.cache
+def imports(path: Path) -> tuple[tuple[str, str], ...]:
     """
     Everything that a module imports, at any place in it: (module, name or "").
     """
-    for node in ast.walk(tree_of(path)):
+    found = []
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, ""
+            found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"a relative import in {path}, line {node.lineno}"
-            for alias in node.names:
-                yield node.module or "", alias.name
+            found += [(node.module or "", alias.name) for alias in node.names]
+    return tuple(found)
 
 
 def own_imports(path: Path) -> Iterator[str]:
     """
     The modules of the package that a module imports, by dotted name; "" is the package's own.
     """
-    known = {name for name, _ in modules()}
+    known = dict(modules())
     for module, name in imports(path):
         if module.split(".")[0] == "mscheduler_sync":
             inner = module.removeprefix("mscheduler_sync").removeprefix(".")
@@ -86,11 +93,6 @@ def room(name: str) -> str:
     return name.split(".", maxsplit=1)[0]
 
 
-EVERY_MODULE = pytest.mark.parametrize(
-    ("name", "path"), modules(), ids=[name or "mscheduler_sync" for name, _ in modules()]
-)
-
-
 def test_the_modules_were_found() -> None:
     """
     The checks below look at something.
@@ -99,100 +101,103 @@ def test_the_modules_were_found() -> None:
     assert {"", "errors", "_runtime.service", "_storage.store", "_stages.claimer"} <= names
 
 
-@EVERY_MODULE
-def test_rooms_use_only_what_lies_below_them(name: str, path: Path) -> None:
+def test_rooms_use_only_what_lies_below_them() -> None:
     """
     `_runtime` stands alone; storage knows no stages; only the consumer's side knows both.
     """
-    used = set(own_imports(path))
-    if room(name) == "_runtime":
-        assert {one for one in used if room(one) != "_runtime"} <= {"errors"}
-    if room(name) == "_storage":
-        assert not {one for one in used if room(one) == "_stages"}
-        assert not used & {"", "consumer", "producer", "events", "health", "run_forever"}
-    if room(name) == "_stages":
-        assert not used & {"", "consumer", "producer", "health", "run_forever", "embedded"}
-    if name in {"errors", "events", "context", "invocation", "router"}:
-        assert not {one for one in used if room(one) in {"_stages", "_storage"}}
-    if name == "producer":
-        assert not {one for one in used if room(one) == "_stages"}
-    if room(name) != "pool":
-        assert not {one for one in used if room(one) == "pool"}
-    if name != "embedded":
-        assert "embedded" not in used
+    for name, path in modules():
+        used = set(own_imports(path))
+        rooms = {room(one) for one in used}
+        if room(name) == "_runtime":
+            assert {one for one in used if room(one) != "_runtime"} <= {"errors"}, name
+        if room(name) == "_storage":
+            assert "_stages" not in rooms, name
+            assert not used & {"", "consumer", "producer", "events", "health", "run_forever"}, name
+        if room(name) == "_stages":
+            assert not used & {"", "consumer", "producer", "health", "run_forever"}, name
+        if name in {"errors", "events", "context", "invocation", "router"}:
+            assert not rooms & {"_stages", "_storage"}, name
+        if name == "producer":
+            assert "_stages" not in rooms, name
+        if room(name) != "pool":
+            assert "pool" not in rooms, name
+        if name != "embedded":
+            assert "embedded" not in used, name
 
 
-@EVERY_MODULE
-def test_only_storage_talks_to_the_driver(name: str, path: Path) -> None:
+def test_only_storage_talks_to_the_driver() -> None:
     """
-    Elsewhere the driver is imported for the change stream, and for the types of arguments.
+    Elsewhere the driver is imported only for the types of arguments.
     """
-    used = {
-        imported or module
-        for module, imported in imports(path)
-        if module.split(".")[0] in {"pymongo", "gridfs", "motor"}
-    }
-    allowed = {"*"} if room(name) == "_storage" else DRIVER_USERS.get(name, set())
-    assert allowed == {"*"} or used <= allowed
+    for name, path in modules():
+        used = {
+            imported or module
+            for module, imported in imports(path)
+            if module.split(".")[0] in {"pymongo", "gridfs", "motor"}
+        }
+        allowed = {"*"} if room(name) == "_storage" else DRIVER_USERS.get(name, set())
+        assert allowed == {"*"} or used <= allowed, name
 
 
-@EVERY_MODULE
-def test_no_other_dependencies(name: str, path: Path) -> None:
+def test_no_other_dependencies() -> None:
     """
     The standard library and three packages; the embedded server is never imported.
     """
-    tops = {module.split(".")[0] for module, _ in imports(path)}
-    others = tops - set(sys.stdlib_module_names) - {"mscheduler_sync"}
-    assert others <= THIRD_PARTY
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"}:
-            pytest.fail(f"a hidden import in line {node.lineno}")
+    for name, path in modules():
+        tops = {module.split(".")[0] for module, _ in imports(path)}
+        others = tops - set(sys.stdlib_module_names) - {"mscheduler_sync"}
+        assert others <= THIRD_PARTY, name
+        for node in nodes_of(path):
+            if isinstance(node, ast.Call):
+                assert _called(node) not in {"import_module", "__import__"}, name
 
 
 def _called(node: ast.Call) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
-@EVERY_MODULE
-def test_nobody_sleeps_or_reads_the_wall_clock(name: str, path: Path) -> None:
+#: Owner -> names that sleep, or read a clock that people set.
+FORBIDDEN: Final = {
+    "time": {"sleep", "time", "time_ns", "localtime", "gmtime"},
+    "datetime": {"now", "utcnow", "today"},
+    "date": {"today"},
+}
+
+
+def test_nobody_sleeps_or_reads_the_wall_clock() -> None:
     """
     Every wait can be ended by a stop, and time is the server's or monotonic.
     """
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute):
-            owner = getattr(node.value, "id", getattr(node.value, "attr", ""))
-            forbidden = {
-                "time": {"sleep", "time", "time_ns", "localtime", "gmtime"},
-                "datetime": {"now", "utcnow", "today"},
-                "date": {"today"},
-            }
-            assert node.attr not in forbidden.get(owner, set()), f"line {node.lineno}"
-    for module, imported in imports(path):
-        assert (module, imported) not in {("time", "sleep"), ("time", "time")}
+    for name, path in modules():
+        for node in nodes_of(path):
+            if isinstance(node, ast.Attribute):
+                owner = getattr(node.value, "id", getattr(node.value, "attr", ""))
+                assert node.attr not in FORBIDDEN.get(owner, set()), (name, node.lineno)
+        for module, imported in imports(path):
+            assert module != "time" or imported not in FORBIDDEN["time"], name
 
 
-@EVERY_MODULE
-def test_every_thread_has_a_name(name: str, path: Path) -> None:
+def test_every_thread_has_a_name() -> None:
     """
     A thread of the library says whose it is, and none keeps the interpreter from ending.
     """
-    for node in ast.walk(tree_of(path)):
-        if not isinstance(node, ast.Call):
-            continue
-        given = {keyword.arg for keyword in node.keywords}
-        if _called(node) == "Thread":
-            assert {"target", "name", "daemon"} <= given, f"line {node.lineno}"
-        elif _called(node) == "ThreadPoolExecutor":
-            assert "thread_name_prefix" in given, f"line {node.lineno}"
+    for name, path in modules():
+        for node in nodes_of(path):
+            if not isinstance(node, ast.Call):
+                continue
+            given = {keyword.arg for keyword in node.keywords}
+            if _called(node) == "Thread":
+                assert {"target", "name", "daemon"} <= given, (name, node.lineno)
+            elif _called(node) == "ThreadPoolExecutor":
+                assert "thread_name_prefix" in given, (name, node.lineno)
 
 
-@EVERY_MODULE
-def test_no_module_is_long_without_a_reason(name: str, path: Path) -> None:
+def test_no_module_is_long_without_a_reason() -> None:
     """
     A module that has grown has either a reason or two jobs.
     """
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MOST_LINES or name in LONG, f"{lines} lines"
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules()}
+    assert {name: n for name, n in lines.items() if n > MOST_LINES and name not in LONG} == {}
 
 
 def test_reasons_are_of_modules_that_exist() -> None:
@@ -203,13 +208,12 @@ def test_reasons_are_of_modules_that_exist() -> None:
     assert set(LONG) | set(DRIVER_USERS) <= names
 
 
-@EVERY_MODULE
-def test_every_module_says_what_it_is_for(name: str, path: Path) -> None:
+def test_every_module_says_what_it_is_for() -> None:
     """
     Apart from empty ones, each begins with its own description.
     """
-    tree = tree_of(path)
-    assert not tree.body or ast.get_docstring(tree)
+    trees = {name: tree_of(path) for name, path in modules()}
+    assert [name for name, tree in trees.items() if tree.body and not ast.get_docstring(tree)] == []
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
