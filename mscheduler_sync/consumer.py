@@ -523,6 +523,7 @@ class Consumer:
         self._queue = DelayQueue(self._settings.queue_limit)
         self._running = RunningAttempts(self._slots, is_stopping=self._stop_asked.is_set)
         self._hub = EventHub()
+        self._store.notice_fork()
 
     def _force(self, timeout_s: float) -> None:
         """

@@ -620,6 +620,7 @@ class Producer:
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._ready_lock = threading.Lock()
+            self._store.notice_fork()
         with self._ready_lock:
             self._store.measure_clock()
             if not in_transaction:

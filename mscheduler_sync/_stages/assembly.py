@@ -120,6 +120,7 @@ class Assembly:
             start=running.start,
             holds=running.holds,
             on_low=self.fetcher.queue_runs_low,
+            on_gap=self.fetcher.request_pass,
             on_crash=on_crash,
         )
         self.watcher: Watcher | None = None

@@ -48,14 +48,15 @@ class Beat:
         self._health = health
         self._complaints = complaints
         self.attempt: Final = attempt
-        self._failing = False
+        #: The last beat did not get through.
+        self.is_failing = False
 
     def pause_s(self) -> float:
         """
         Return the pause before the next beat: shorter after a failed one.
         """
         regular_s = interval_s(self.attempt)
-        return min(1.0, regular_s / 2) if self._failing else regular_s
+        return min(1.0, regular_s / 2) if self.is_failing else regular_s
 
     def once(self) -> bool:
         """
@@ -77,8 +78,7 @@ class Beat:
         except StoreError as error:
             self._on_trouble(error, progress)
             return True
-        self._failing = False
-        self._health.note_success()
+        self.is_failing = False
         if attempt.settled:
             return False
         fields = decode_fields(found[0]) if found else {}
@@ -107,7 +107,7 @@ class Beat:
         attempt.options = options
 
     def _on_trouble(self, error: StoreError, progress: object) -> None:
-        self._failing = True
+        self.is_failing = True
         self._health.note_error(error)
         if progress is not None:
             self.attempt.restore_progress(progress)

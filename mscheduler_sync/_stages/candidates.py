@@ -69,6 +69,8 @@ class Candidates:
     """
 
     def __init__(self, queue: DelayQueue, clock: Callable[[], ServerClock], hub: EventHub) -> None:
+        #: Called when the horizon has become shorter.
+        self.on_shorter: Callable[[], None] = lambda: None
         self._queue = queue
         self._clock = clock
         self._hub = hub
@@ -143,9 +145,9 @@ class Candidates:
 
     # -- the horizon -------------------------------------------------------------------------
 
-    def note_lease(self, lease_s: float) -> bool:
+    def note_lease(self, lease_s: float) -> None:
         """
-        A task with this lease is about; return whether that shortens the horizon.
+        A task with this lease is about.
         """
         now_s = time.monotonic()
         with self._lock:
@@ -154,7 +156,8 @@ class Candidates:
                 began_s, current_s, previous_s = now_s, float("inf"), current_s
             shortens = lease_s < min(current_s, previous_s, 2 * LONGEST_HORIZON_S)
             self._lease_window = (began_s, min(current_s, lease_s), previous_s)
-            return shortens
+        if shortens:
+            self.on_shorter()
 
     def horizon_s(self) -> float:
         """

@@ -65,6 +65,7 @@ class Claimer(Service):
         start: Callable[[HeldAttempt], bool],
         holds: Callable[[str], bool],
         on_low: Callable[[], None],
+        on_gap: Callable[[], None],
         on_crash: CrashHandler,
     ) -> None:
         super().__init__("claim", f"ms-claim:{lanes.worker_id}", _log, on_crash)
@@ -80,6 +81,7 @@ class Claimer(Service):
         self._start = start
         self._holds = holds
         self._on_low = on_low
+        self._on_gap = on_gap
         # Of this thread alone.
         self._contention_s = 0.0
         self._spread = 0
@@ -107,9 +109,16 @@ class Claimer(Service):
         # A lease that lapsed while the store was slow is ours to renew, not to take over: the
         # function runs here, or its outcome is on its way.
         entries = [entry for entry in entries if not self._holds(entry.key)]
-        entries = self._after_contention(entries)
-        if entries and not self.stopping:
-            self._claim(entries)
+        done = False
+        try:
+            entries = self._after_contention(entries)
+            if entries and not self.stopping:
+                self._claim(entries)
+            done = True
+        finally:
+            if not done:
+                # The queue has forgotten these keys; a pass finds them again.
+                self._on_gap()
 
     def _free_slots(self) -> int:
         free = self._slots.wait_free(_IDLE_WAIT_S)
@@ -175,7 +184,7 @@ class Claimer(Service):
 
         def make(some: Sequence[Ref]) -> Update:
             # Made anew for each try: the time since an outage is part of it.
-            since_outage_s = time.monotonic() - self._store.recovered_at_s
+            since_outage_s = self._store.since_outage_s()
             is_recent = since_outage_s < _OUTAGE_MEMORY_S
             return statements.claim(
                 some,

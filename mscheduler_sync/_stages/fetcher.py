@@ -64,6 +64,7 @@ class Fetcher(Service):
         self._crate_interop = crate_interop
         self._on_changed = on_changed
         self._invalid = Complaints(60.0)
+        candidates.on_shorter = self.horizon_changed
         self._changed = threading.Condition()
         # All under _changed.
         self._wanted = True
@@ -74,6 +75,7 @@ class Fetcher(Service):
         self._polling = True
         self._more = False
         self._next_pass_s = float("-inf")
+        self._passed_at_s = float("-inf")
         self._next_sweep_s = float("-inf")
         self._indexes_wanted = True
 
@@ -112,6 +114,13 @@ class Fetcher(Service):
         """
         self._store.forget_indexes()
         self._indexes_wanted = True
+
+    def horizon_changed(self) -> None:
+        """
+        A shorter lease has come up: the next pass may be due earlier.
+        """
+        with self._changed:
+            self._changed.notify_all()
 
     def queue_runs_low(self) -> None:
         if self._more:
@@ -172,7 +181,7 @@ class Fetcher(Service):
         with self._changed:
             while not self.stopping:
                 now_s = time.monotonic()
-                due_s = self._next_pass_s
+                due_s = min(self._next_pass_s, self._passed_at_s + self._candidates.horizon_s())
                 dropped_s = self._queue.dropped_from_s
                 if dropped_s > now_s:
                     due_s = min(due_s, dropped_s)
@@ -214,6 +223,7 @@ class Fetcher(Service):
             self._sweep()
         self._adopt_underived()
         self._more = False
+        self._passed_at_s = time.monotonic()
         until = self._horizon_end()
         for lane, condition in self._lanes.queries:
             if self.stopping:

@@ -61,6 +61,7 @@ class Heartbeats(Service):
         self._waiting: list[HeldAttempt] = []
         self._beating: weakref.WeakSet[HeldAttempt] = weakref.WeakSet()
         self._idle_beaters = 0
+        self._in_trouble: set[HeldAttempt] = set()
         self._beaters: set[threading.Thread] = set()
         self._numbers = itertools.count(1)
         self._closing = False
@@ -213,6 +214,7 @@ class Heartbeats(Service):
                 while self._should_beat(attempt):
                     if not self._beat_once(beat):
                         break
+                self._note_trouble(attempt, failing=False)
         finally:
             with self._changed:
                 self._beaters.discard(threading.current_thread())
@@ -238,6 +240,22 @@ class Heartbeats(Service):
                 or (attempt.timed_out and not attempt.ended)
             )
 
+    def _note_trouble(self, attempt: HeldAttempt, *, failing: bool) -> None:
+        """
+        Keep the health of the part: how many running attempts cannot beat at present.
+        """
+        with self._changed:
+            if failing:
+                self._in_trouble.add(attempt)
+            else:
+                self._in_trouble.discard(attempt)
+            self.health.failures_in_a_row = len(self._in_trouble)
+
+    def after_step(self) -> None:
+        """
+        The watch itself talks to nobody; the beats keep the health.
+        """
+
     def _beat_once(self, beat: Beat) -> bool:
         """
         Beat, then wait for the next; return whether to go on. A crash gives up this attempt only.
@@ -245,6 +263,7 @@ class Heartbeats(Service):
         attempt = beat.attempt
         try:
             going_on = beat.once()
+            self._note_trouble(attempt, failing=beat.is_failing)
         except BaseException as error:  # noqa: BLE001 - one attempt's beat must not end the others
             self.health.note_error(error)
             _log.error(

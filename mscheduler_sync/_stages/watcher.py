@@ -89,9 +89,8 @@ class Watcher(StreamReader):
                 self._candidates.offer(document)
             option = document.get("task_option")
             lease_ms = option.get("worker_timeout_ms") if isinstance(option, Mapping) else None
-            if isinstance(lease_ms, (int, float)) and self._candidates.note_lease(lease_ms / 1000):
-                # The pauses between passes were too long for so short a lease.
-                self._fetcher.request_pass()
+            if isinstance(lease_ms, (int, float)):
+                self._candidates.note_lease(lease_ms / 1000)
 
     def _is_soon(self, due: object) -> bool:
         """

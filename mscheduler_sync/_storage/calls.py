@@ -113,7 +113,7 @@ class ServerCalls:
         In the caller's *session* the driver's own errors come out: their labels say whether
         the transaction is to be repeated.
         """
-        self._notice_fork()
+        self.notice_fork()
         left_s = self.deadline_s - time.monotonic()
         try:
             # A passed deadline still leaves a moment, so that a last write has a chance.
@@ -147,7 +147,7 @@ class ServerCalls:
                 self._trouble_since_s = None
                 self.recovered_at_s = time.monotonic()
 
-    def _notice_fork(self) -> None:
+    def notice_fork(self) -> None:
         """
         In a forked child: forget what the parent knew, and locks that its threads held.
         """
@@ -158,6 +158,14 @@ class ServerCalls:
         self._trouble_since_s = None
         self.clock = ServerClock()
         self._complaints = Complaints(3600.0)
+
+    def since_outage_s(self) -> float:
+        """
+        Seconds since the database answered again after an outage; 0 while it does not.
+        """
+        if self._trouble_since_s is not None:
+            return 0.0
+        return time.monotonic() - self.recovered_at_s
 
     def measure_clock(self) -> None:
         """
