@@ -217,7 +217,9 @@ class Fleet:
             command, stdin=subprocess.PIPE, start_new_session=True
         )
 
-    def wait_until(self, done: Callable[[], bool], screen: Screen) -> None:
+    def wait_until(
+        self, done: Callable[[], bool], screen: Screen, *, pause_s: float = 0.25
+    ) -> None:
         """
         Wait until *done*, as long as the workers live and something moves.
         """
@@ -227,7 +229,7 @@ class Fleet:
                     raise SystemExit(f"\n{worker_id} ended with status {process.returncode}")
             if screen.seconds_without_progress > PATIENCE_S:
                 raise SystemExit(f"\nnothing was finished for {PATIENCE_S:g} s")
-            self._pause.wait(0.25)
+            self._pause.wait(pause_s)
 
     def kill_at_work(self, worker_id: str, producer: Producer, screen: Screen) -> list[str]:
         """
@@ -246,7 +248,7 @@ class Fleet:
                 raise SystemExit(f"\nall tasks were done before {worker_id} could be killed")
             return bool(held)
 
-        self.wait_until(caught, screen)
+        self.wait_until(caught, screen, pause_s=0.05)
         self._end(self._workers.pop(worker_id))
         return held
 
