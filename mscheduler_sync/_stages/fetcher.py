@@ -12,21 +12,17 @@ import datetime as dt
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
-from bson.raw_bson import RawBSONDocument
-
-from mscheduler_sync import model
 from mscheduler_sync._runtime import backoff
 from mscheduler_sync._runtime.delay_queue import DelayQueue
-from mscheduler_sync._runtime.log import Complaints, logger
+from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._stages.adoption import Adoption
 from mscheduler_sync._stages.candidates import Candidates, Lanes
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.store import TaskStore
-from mscheduler_sync.errors import InvalidTask
 
 _log = logger("fetch")
 
@@ -34,8 +30,6 @@ _log = logger("fetch")
 PAGE, CHUNK, MOST_PER_LANE = 1000, 100, 20_000
 #: More look-ups than this at once, and a whole pass is cheaper.
 _MOST_LOOKUPS: Final = 1000
-_SWEEP_INTERVAL_S: Final = 60.0
-_UNDERIVED_PAGES: Final = 10
 
 
 class Fetcher(Service):
@@ -63,7 +57,9 @@ class Fetcher(Service):
         self._poll_interval_s = poll_interval_s
         self._crate_interop = crate_interop
         self._on_changed = on_changed
-        self._invalid = Complaints(60.0)
+        self._adoption = Adoption(
+            store, lanes, candidates, self._horizon_end, is_stopping=lambda: self.stopping
+        )
         candidates.on_shorter = self.horizon_changed
         self._changed = threading.Condition()
         # All under _changed.
@@ -76,7 +72,6 @@ class Fetcher(Service):
         self._more = False
         self._next_pass_s = float("-inf")
         self._passed_at_s = float("-inf")
-        self._next_sweep_s = float("-inf")
         self._indexes_wanted = True
 
     # -- called by others --------------------------------------------------------------------
@@ -201,7 +196,7 @@ class Fetcher(Service):
             found = self._store.find(statements.discovered_by_id(list(chunk)))
             until = self._horizon_end()
             for document in found:
-                fields = self._decoded(document)
+                fields = self._adoption.decoded(document)
                 if fields is None:
                     continue
                 key = fields.get("key")
@@ -209,7 +204,7 @@ class Fetcher(Service):
                     self._on_changed(key)
                 is_foreign = chunk.get(fields.get("_id"), False)
                 if is_foreign or fields.get("lanes") is None or fields.get("due") is None:
-                    self._adopt(fields.get("key"))
+                    self._adoption.adopt(fields.get("key"))
                 elif self._lanes.include(fields["lanes"]) and fields["due"] <= until:
                     self._candidates.offer(fields)
 
@@ -218,10 +213,9 @@ class Fetcher(Service):
             self._store.ensure_indexes()
             self._indexes_wanted = False
         self._queue.forget_dropped()
-        if self._crate_interop and time.monotonic() >= self._next_sweep_s:
-            self._next_sweep_s = time.monotonic() + _SWEEP_INTERVAL_S
-            self._sweep()
-        self._adopt_underived()
+        if self._crate_interop:
+            self._adoption.sweep_now_and_then()
+        self._adoption.adopt_underived()
         self._more = False
         self._passed_at_s = time.monotonic()
         until = self._horizon_end()
@@ -254,7 +248,7 @@ class Fetcher(Service):
             queued = 0
             last_due: object = None
             for document in found:
-                fields = self._decoded(document)
+                fields = self._adoption.decoded(document)
                 if fields is None:
                     continue
                 last_due = fields.get("due")
@@ -269,88 +263,3 @@ class Fetcher(Service):
                 after = last_due
             else:
                 limit *= 2
-
-    def _decoded(self, document: RawBSONDocument) -> dict[str, Any] | None:
-        try:
-            return envelope(document)
-        except Exception as error:  # noqa: BLE001 - one document must not stop the others
-            if self._invalid.is_new(bytes(document.raw[:64])):
-                _log.error(
-                    "a document cannot be decoded",
-                    extra={"event": "undecodable", "error": str(error)[:300]},
-                )
-            return None
-
-    # -- documents of others -----------------------------------------------------------------
-
-    def _adopt_underived(self) -> None:
-        after: object | None = None
-        for _ in range(_UNDERIVED_PAGES):
-            found = self._store.find(statements.underived(after_id=after, limit=CHUNK))
-            for document in found:
-                fields = self._decoded(document)
-                if fields is not None:
-                    self._adopt(fields.get("key"))
-            if len(found) < CHUNK:
-                return
-            after = found[-1]["_id"]
-
-    def _adopt(self, key: object) -> None:
-        """
-        Derive what a document of another program lacks; queue it if it is claimable.
-        """
-        if not isinstance(key, str):
-            self._candidates.set_aside(repr(key)[:200], "its key is not a string")
-            return
-        if self._candidates.is_set_aside(key):
-            return
-        matched, _ = self._store.update(statements.repair([key]))
-        if not matched:
-            self._explain(key)
-            return
-        until = self._horizon_end()
-        for document in self._store.find(statements.discovered_by_key([key])):
-            fields = self._decoded(document)
-            due = None if fields is None else fields.get("due")
-            if fields is None or not isinstance(due, dt.datetime):
-                continue
-            if self._lanes.include(fields.get("lanes")) and due <= until:
-                self._candidates.offer(fields)
-
-    def _explain(self, key: str) -> None:
-        """
-        Find out why a document takes no statement, and set it aside with the reason.
-        """
-        document = self._store.find_task(key)
-        if document is None:
-            return
-        try:
-            model.read_task(document, self._store.codec_options)
-        except InvalidTask as error:
-            self._candidates.set_aside(key, f"{error.path} {error.problem}")
-
-    def _sweep(self) -> None:
-        """
-        Page over the unfinished documents of a shared collection and repair stale ones.
-        """
-        after = ""
-        while not self.stopping:
-            found = self._store.find(statements.unfinished(after_key=after, limit=PAGE))
-            stale = [key for document in found if (key := self._stale_key(document)) is not None]
-            for start in range(0, len(stale), CHUNK):
-                self._store.update_together(statements.repair, stale[start : start + CHUNK])
-            if len(found) < PAGE:
-                return
-            after = str(found[-1]["key"])
-
-    def _stale_key(self, document: RawBSONDocument) -> str | None:
-        fields = self._decoded(document)
-        if fields is None or not isinstance(fields.get("key"), str):
-            return None
-        key = str(fields["key"])
-        try:
-            status, due = model.derive(fields, model.read_attempts(fields))
-        except InvalidTask as error:
-            self._candidates.set_aside(key, f"{error.path} {error.problem}")
-            return None
-        return None if fields.get("status") == status and fields.get("due") == due else key

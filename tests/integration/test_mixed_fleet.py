@@ -625,7 +625,7 @@ def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     The sweep over a shared collection comes several times a second.
     """
-    monkeypatch.setattr("mscheduler_sync._stages.fetcher._SWEEP_INTERVAL_S", 0.2)
+    monkeypatch.setattr("mscheduler_sync._stages.adoption._SWEEP_INTERVAL_S", 0.2)
 
 
 def test_sweep_finds_a_dead_rust_claim_behind_a_stale_due_time(

@@ -1,0 +1,138 @@
+"""
+Documents that another program wrote or changed: our derived fields in them are missing or stale.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from bson.raw_bson import RawBSONDocument
+
+from mscheduler_sync import model
+from mscheduler_sync._runtime.log import Complaints, logger
+from mscheduler_sync._stages.candidates import Candidates, Lanes
+from mscheduler_sync._storage import statements
+from mscheduler_sync._storage.codec import envelope
+from mscheduler_sync._storage.store import TaskStore
+from mscheduler_sync.errors import InvalidTask
+
+_log = logger("fetch")
+
+#: Documents per page of the sweep, and keys of one statement.
+_PAGE, _CHUNK = 1000, 100
+_SWEEP_INTERVAL_S: Final = 60.0
+_UNDERIVED_PAGES: Final = 10
+
+
+class Adoption:
+    """
+    Repairs documents and offers what is claimable. Used by the fetcher's thread alone.
+
+    *horizon_end* says until when a task that is due is wanted in the queue.
+    """
+
+    def __init__(
+        self,
+        store: TaskStore,
+        lanes: Lanes,
+        candidates: Candidates,
+        horizon_end: Callable[[], dt.datetime],
+        *,
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        self._store = store
+        self._lanes = lanes
+        self._candidates = candidates
+        self._horizon_end = horizon_end
+        self._is_stopping = is_stopping
+        self._invalid = Complaints(60.0)
+        self._next_sweep_s = float("-inf")
+
+    def decoded(self, document: RawBSONDocument) -> dict[str, Any] | None:
+        try:
+            return envelope(document)
+        except Exception as error:  # noqa: BLE001 - one document must not stop the others
+            if self._invalid.is_new(bytes(document.raw[:64])):
+                _log.error(
+                    "a document cannot be decoded",
+                    extra={"event": "undecodable", "error": str(error)[:300]},
+                )
+            return None
+
+    def adopt_underived(self) -> None:
+        after: object | None = None
+        for _ in range(_UNDERIVED_PAGES):
+            found = self._store.find(statements.underived(after_id=after, limit=_CHUNK))
+            for document in found:
+                fields = self.decoded(document)
+                if fields is not None:
+                    self.adopt(fields.get("key"))
+            if len(found) < _CHUNK:
+                return
+            after = found[-1]["_id"]
+
+    def adopt(self, key: object) -> None:
+        """
+        Derive what a document of another program lacks; queue it if it is claimable.
+        """
+        if not isinstance(key, str):
+            self._candidates.set_aside(repr(key)[:200], "its key is not a string")
+            return
+        if self._candidates.is_set_aside(key):
+            return
+        matched, _ = self._store.update(statements.repair([key]))
+        if not matched:
+            self._explain(key)
+            return
+        until = self._horizon_end()
+        for document in self._store.find(statements.discovered_by_key([key])):
+            fields = self.decoded(document)
+            due = None if fields is None else fields.get("due")
+            if fields is None or not isinstance(due, dt.datetime):
+                continue
+            if self._lanes.include(fields.get("lanes")) and due <= until:
+                self._candidates.offer(fields)
+
+    def _explain(self, key: str) -> None:
+        """
+        Find out why a document takes no statement, and set it aside with the reason.
+        """
+        document = self._store.find_task(key)
+        if document is None:
+            return
+        try:
+            model.read_task(document, self._store.codec_options)
+        except InvalidTask as error:
+            self._candidates.set_aside(key, f"{error.path} {error.problem}")
+
+    def sweep_now_and_then(self) -> None:
+        """
+        Page over the unfinished documents of a shared collection and repair stale ones.
+        """
+        if time.monotonic() < self._next_sweep_s:
+            return
+        self._next_sweep_s = time.monotonic() + _SWEEP_INTERVAL_S
+        after = ""
+        while not self._is_stopping():
+            found = self._store.find(statements.unfinished(after_key=after, limit=_PAGE))
+            stale = [key for document in found if (key := self._stale_key(document)) is not None]
+            for start in range(0, len(stale), _CHUNK):
+                self._store.update_together(statements.repair, stale[start : start + _CHUNK])
+            if len(found) < _PAGE:
+                return
+            after = str(found[-1]["key"])
+
+    def _stale_key(self, document: RawBSONDocument) -> str | None:
+        fields = self.decoded(document)
+        if fields is None or not isinstance(fields.get("key"), str):
+            return None
+        key = str(fields["key"])
+        try:
+            status, due = model.derive(fields, model.read_attempts(fields))
+        except InvalidTask as error:
+            self._candidates.set_aside(key, f"{error.path} {error.problem}")
+            return None
+        return None if fields.get("status") == status and fields.get("due") == due else key
