@@ -405,18 +405,20 @@ def resend(
         after["task_option"]["specific_worker_ids"] = after.pop("cancel")["worker_ids"]
     for path, value in (replace or {}).items():
         _put(after, path, value)
-    if _cancelled(after) and replace is not None:
+    if _cancelled(after) and "task_option.specific_worker_ids" in (replace or {}):
         # As long as the mark stands, nobody may run it; the new ids count once it is armed.
         after["cancel"]["worker_ids"] = after["task_option"]["specific_worker_ids"]
         after["task_option"]["specific_worker_ids"] = [NOBODY]
-    after["send_id"] = send_id
+    if rerun or only_if_idle or clean_success or clean_failed:
+        # What would not be the same if it was done twice leaves its mark.
+        after["send_id"] = send_id
     return repair(after)
 
 
 def _put(document: Document, path: str, value: object) -> None:
     *holders, name = path.split(".")
     for holder in holders:
-        document = document[holder]
+        document = document.setdefault(holder, {})
     if value is None and name != "params":
         document.pop(name, None)
     else:
@@ -432,8 +434,8 @@ def difference(
     """
     Say where *got* differs from *expected*, or return None.
 
-    A `Now` agrees with any time from *earliest* to *latest*. A counter that is 0 or
-    missing is the same, and so is ``final`` that is false or missing.
+    A `Now` agrees with any time from *earliest* to *latest*. As good as missing are a counter
+    that is 0, an empty policy of retries, params that are null, and a ``final`` that is false.
     """
     if isinstance(expected, Now):
         moved = dt.timedelta(milliseconds=expected.plus_ms)
@@ -471,5 +473,6 @@ def _without_nothing(document: Document, path: str) -> Document:
         name: value
         for name, value in document.items()
         if not (name == "final" and value is False)
-        and not (name == "counters" and not any(value.values()))
+        and not (name in {"counters", "retry"} and not any(value.values()))
+        and not (path == "" and name == "params" and value is None)
     }
