@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from pymongo.database import Database
 
+from mscheduler_sync import WaitOccupy
 from mscheduler_sync._runtime.crash_points import CRASH_POINTS
+from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import EXPIRED_REASON
 from tests.fault.scene import Scene
 from tests.fault.workers import worker_process
@@ -137,3 +139,23 @@ def test_a_crash_leaves_the_other_tasks_of_the_worker_claimable(
             assert reasons == [EXPIRED_REASON, None]
         scene.settled()
     assert [scene.witness.count(key) for key in keys] == [2] * 6
+
+
+def test_a_short_lease_among_long_ones(scene: Scene) -> None:
+    """
+    A worker that knew only of long leases looks often enough once it hears of a short one.
+    """
+    with scene.consuming() as consumer:
+        scene.send("long", lease=600, heartbeat=200)
+        scene.wait_status("long", "succeeded")
+        consumer.max_workers = 0
+        with consumer.subscribe(WaitOccupy) as events:
+            scene.send("task", lease=LEASE_S, heartbeat=0.4)
+            assert events.wait_for(lambda event: event.key == "task", 10) is not None
+        # It knows of the task; another worker is faster, and dies.
+        claim = statements.claim([("task", "orphan")], "dead")
+        assert scene.tasks.update_one(claim.filter, claim.pipeline).modified_count == 1
+        consumer.max_workers = 2
+        document = scene.wait_status("task", "succeeded", timeout=TAKE_OVER_S)
+        scene.settled()
+    assert [a["worker_id"] for a in attempts_of(document)] == ["dead", "one"]

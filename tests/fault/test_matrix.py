@@ -174,6 +174,22 @@ def test_the_outcome_is_refused_many_times(scene: Scene) -> None:
     assert len(document["task_state"]["worker_states"]) == 1
 
 
+def test_the_look_before_a_contended_claim_fails(scene: Scene) -> None:
+    """
+    A claimer that looks once more after lost claims, and fails to, does not forget the task.
+    """
+    with scene.consuming() as consumer:
+        wait_until(lambda: consumer.health().discovery == "stream", "the stream is open")
+        assert consumer._parts is not None
+        # As after claims that went to others.
+        consumer._parts.claimer._contention_s = 0.05
+        rule = scene.app.hit("claim", "find", CLOSED, when=lambda c: list(c["filter"]) == ["key"])
+        scene.send("task")
+        rule.wait_done()
+        scene.wait_status("task", "succeeded", timeout=10)
+        scene.settled()
+
+
 @pytest.mark.parametrize("number", [11600, 11602, 189, 91, 10107, 13435])
 def test_every_command_fails_for_a_while(
     scene: Scene, client: MongoClient[Document], number: int
