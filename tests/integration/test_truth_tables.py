@@ -981,7 +981,7 @@ def odd_documents(draw: st.DrawFn) -> Document:
 
 @pytest.fixture(scope="module")
 def generated_odd() -> list[Document]:
-    wanted = [(path, None) for path in ODD_PLACES]
+    wanted: list[tuple[str, Any]] = [(path, None) for path in ODD_PLACES]
     wanted += [(path, value) for path in COMPUTED_WITH for value in EXTREMES]
     wanted += [(path, value) for path in JOINED_OR_COUNTED for value in (5, "x", [1], [None])]
     chosen = [plain({"ping_expire_time": PAST, "fail_time": PAST}) for _ in wanted]
