@@ -115,10 +115,11 @@ class Handling:
         except BaseException as error:  # noqa: BLE001 - the caller of dispatch is told
             self._after_failed_start(held, error)
             return
+        # Before the write: who was told that it runs finds it here.
+        held.state = "running"
         if self._write(held, statements.started(held.grant)) == 0:
             self._lost(held)
             return
-        held.state = "running"
         held.answered = True
         held.attempts = 0
         self._waiters.poke(held.id, held.dispatch_id)

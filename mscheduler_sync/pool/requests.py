@@ -94,6 +94,7 @@ class Requests:
             now=self._store.clock.now(),
             dispatch_id=dispatch.id,
             node=self._node(),
+            epoch=max(0, self._view.epoch()),
         )
         with self._waiters.of(job_id) as waiter:
             deadline_s = time.monotonic() + timeout_s

@@ -30,8 +30,21 @@ from mscheduler_sync.pool.statements.base import (
 
 
 def new_job(
-    pool: str, key: str, payload: object, *, now: dt.datetime, dispatch_id: str, node: str
+    pool: str,
+    key: str,
+    payload: object,
+    *,
+    now: dt.datetime,
+    dispatch_id: str,
+    node: str,
+    epoch: int,
 ) -> Document:
+    """
+    A job as it is dispatched. Who claims it must know the ring of *epoch* at least.
+
+    ``answered`` names the dispatch that was told that the job runs; None before the first
+    success.
+    """
     return {
         "_id": full_id(pool, key),
         "pool": pool,
@@ -42,11 +55,10 @@ def new_job(
         "node": None,
         "grant": None,
         "fence": Int64(0),
-        "epoch": Int64(0),
+        "epoch": Int64(epoch),
         "requeued": False,
         "dispatch_id": dispatch_id,
         "dispatched_by": node,
-        #: The dispatch that was told that the job runs; None before the first success.
         "answered": None,
         "created_at": now,
         "not_before": now,
