@@ -380,8 +380,7 @@ def test_retry_later_uses_an_attempt_and_its_own_delay(
         raise RetryLater(0 if context.attempt == 1 else 1000, f"busy {context.attempt}")
 
     task = ran(producer, collection, function, retry_delay=500)
-    kind = "mscheduler_sync.errors.RetryLater"
-    assert reasons(task) == [f"{kind}: busy 1", f"{kind}: busy 2"]
+    assert reasons(task) == ["RetryLater: busy 1", "RetryLater: busy 2"]
     assert task.status == "waiting"
     last = task.attempts[-1]
     assert last.failed_at is not None
@@ -492,7 +491,7 @@ def _chain() -> Exception:
         (ValueError("zero \x00 byte"), "ValueError: zero \x00 byte"),
         (ValueError(b"\xff"), "ValueError: b'\\xff'"),
         (_chain(), "ValueError: level 999"),
-        (LeaseLost("k", "r"), "mscheduler_sync.errors.LeaseLost: "),
+        (LeaseLost("k", "r"), "LeaseLost: "),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
@@ -925,6 +924,19 @@ def test_around_that_fails_is_a_failure_of_the_attempt(
     else:
         assert reason.startswith("OSError: the connection is gone")
     assert len(runs) == (2 if when == "exit" else 0)
+
+
+def test_around_that_swallows_an_exception(producer: Producer, collection: Tasks) -> None:
+    """
+    The function has then ended without a value: a success with None.
+    """
+
+    def function(_params: Any) -> None:
+        raise ValueError("swallowed")
+
+    producer.send("k", max_attempts=1)
+    with polling(collection, function, around=lambda: contextlib.suppress(ValueError)):
+        assert producer.result("k", 10) is None
 
 
 _variable: contextvars.ContextVar[str] = contextvars.ContextVar("_variable", default="unset")
