@@ -571,6 +571,26 @@ def test_lost_lease_ends_the_attempt_without_a_trace(
     assert attempts(producer, "111") == [("bbb", "open")]
 
 
+def test_change_stream_survives_a_change_of_the_schema(
+    producer: Producer, start: Start, client: MongoClient[Document], collection: Tasks
+) -> None:
+    """
+    The embedded server cannot resume a stream behind an index build (code 13): it is opened anew.
+    """
+    producer.send("before", 0)
+    consumer = start(echo, watch=True, poll_interval=3600)
+    assert producer.result("before", 20) == 0
+    wait_until(lambda: consumer.health().discovery == "stream", "the stream is open")
+    with fail_point(client, ["getMore"], {"times": 1}, errorCode=43):
+        collection.create_index("params")
+        # The call under way returns, and the next one meets the fail point.
+        threading.Event().wait(1.2)
+    producer.send("after", 1)
+    # Without the stream it would take until the next look, about 30 s later.
+    assert producer.result("after", 20) == 1
+    assert consumer.health().discovery == "stream"
+
+
 @pytest.mark.parametrize("code", [286, 43, 136])
 def test_change_stream_is_opened_again(
     producer: Producer, start: Start, client: MongoClient[Document], code: int
