@@ -1,0 +1,40 @@
+"""
+A service whose function keeps the GIL: no other thread of this process runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import Any
+
+from mscheduler_sync import AttemptLost, Consumer, TaskContext, TaskExecuteResult
+from tests.fault.scripts.work import client, say, say_report, speak
+from tests.invariants import Witness
+
+
+def main() -> None:
+    speak()
+    # Calls through PyDLL do not release the GIL.
+    usleep = ctypes.PyDLL(None).usleep
+    database = client()[sys.argv[2]]
+    witness = Witness(database.witness)
+
+    def work(params: Any, context: TaskContext) -> str:
+        with witness.running(context):
+            say("began", context.key)
+            usleep(round(params["seconds"] * 1_000_000))
+            return f"greedy {os.getpid()}"
+
+    consumer = Consumer(database.tasks, work, worker_id="greedy")
+    with consumer.subscribe(AttemptLost, TaskExecuteResult) as events:
+        consumer.start()
+        event = events.get(60)
+        say("event", type(event).__name__)
+    consumer.request_stop()
+    say_report(consumer.run_forever())
+
+
+if __name__ == "__main__":
+    main()
