@@ -38,6 +38,10 @@ install: ## Make .venv with the library and the tools, unless it is up to date
 demo: install ## Run the demonstration on an embedded server
 	@$(BIN)/python examples/demo.py
 
+.PHONY: demo-pool
+demo-pool: install ## Show a fleet of pollers that loses a process
+	@$(BIN)/python examples/pool_pollers.py
+
 .PHONY: test
 test: install ## Run the unit, integration and fault tests
 	@$(BIN)/python -m pytest

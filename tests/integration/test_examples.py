@@ -121,7 +121,7 @@ def test_every_example_is_tested() -> None:
     """
     No example can be added without a line here.
     """
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*PRINTED, "demo"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*PRINTED, "demo", "pool_pollers"}
 
 
 @pytest.mark.usefixtures("server_uri")
