@@ -17,7 +17,7 @@ endef
 
 .PHONY: help
 help: ## Show the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "  PYTHON=python3.12 chooses the interpreter (3.10 to 3.13, default python3)"
 
 .PHONY: install
@@ -61,6 +61,14 @@ stress: install ## Run the stress tests (minutes)
 .PHONY: soak
 soak: install ## Kill, freeze and cut a fleet at random (MINUTES=10 SEED=...)
 	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
+
+.PHONY: bench
+bench: install ## Measure beside the floor that the server sets (half an hour)
+	@$(BIN)/python -m benchmarks
+
+.PHONY: bench-quick
+bench-quick: install ## Measure roughly (two minutes)
+	@$(BIN)/python -m benchmarks --quick
 
 .PHONY: lint
 lint: install ## Check style and formatting
