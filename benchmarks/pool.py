@@ -289,7 +289,7 @@ def idle(uri: str, database: Database[Any]) -> None:
         contextlib.ExitStack() as stack,
     ):
         pool = [
-            stack.enter_context(Node(connection[database.name], "p", shutdown_timeout=60))
+            stack.enter_context(Node(connection[database.name], "idle", shutdown_timeout=60))
             for _ in range(3)
         ]
         for node in pool:
@@ -297,7 +297,7 @@ def idle(uri: str, database: Database[Any]) -> None:
         totals = []
         for count in (0, 1000):
             if count:
-                with contextlib.closing(Node(database, "p", client_only=True)) as client:
+                with contextlib.closing(Node(database, "idle", client_only=True)) as client:
                     for number in range(count):
                         client.dispatch(f"i{number}")
             time.sleep(5)

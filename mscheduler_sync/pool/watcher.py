@@ -20,6 +20,8 @@ _log = logger("watch")
 
 #: Shown of updates only; a whole document always has the first.
 _MAIL: Final = frozenset({"inbox_seq", "stop"})
+#: Nobody who waits for a job need look at it for these.
+_ON_THE_WAY: Final = (statements.PENDING, statements.STARTING)
 
 
 @attrs.frozen
@@ -98,16 +100,18 @@ class PoolWatcher(StreamReader):
         if not isinstance(fields, Mapping):
             fields = {}
         state, answered = fields.get("state"), fields.get("answered")
+        is_new = event.get("operationType") == "insert"
         if self._listener is not None:
             self._listener.note(
                 Step(
                     job_id,
                     state if isinstance(state, str) else None,
                     gone=event.get("operationType") == "delete",
-                    is_new=event.get("operationType") == "insert",
+                    is_new=is_new,
                     has_mail=fields.get("mail") is True or not fields.keys().isdisjoint(_MAIL),
                     not_before=fields.get("not_before"),
                     epoch=fields.get("epoch"),
                 )
             )
-        self._waiters.poke(job_id, answered if isinstance(answered, str) else None)
+        if not is_new and state not in _ON_THE_WAY:
+            self._waiters.poke(job_id, answered if isinstance(answered, str) else None)

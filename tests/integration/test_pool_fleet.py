@@ -490,8 +490,8 @@ def test_one_node_wins_each_tick(make: Make) -> None:
     """
     nodes = [make() for _ in range(5)]
     ticks: dict[str, list[Tick]] = {"a": [], "b": []}
-    tickers = [node.ticker(name, 0.1, ticks[name].append) for node in nodes for name in ("a", "b")]
     began = time.monotonic()
+    tickers = [node.ticker(name, 0.1, ticks[name].append) for node in nodes for name in ("a", "b")]
     wait_until(lambda: min(len(some) for some in ticks.values()) >= 20, "twenty ticks of each", 60)
     for ticker in tickers:
         ticker.close()
