@@ -3,13 +3,15 @@ A worker as a process of its own, so that a test can kill it, freeze it, or give
 
 Run as ``python -m tests.fault.workers SETTINGS``, with the settings as JSON. It consumes the
 collection ``tasks``, lets its functions write to the collection ``witness``, prints what happens as
-one JSON object a line, and obeys the lines ``open KEY`` and ``stop SECONDS`` on its standard input.
+one JSON object a line, and obeys the lines ``open KEY``, ``send KEY OPTIONS`` (as JSON) and
+``stop SECONDS`` on its standard input.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime as dt
 import json
 import os
 import queue
@@ -17,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from typing import Any
 import attrs
 from pymongo import MongoClient
 
-from mscheduler_sync import Consumer, Event, RetryLater, Snooze, TaskContext
+from mscheduler_sync import Consumer, Event, Producer, RetryLater, Snooze, TaskContext
 from tests.invariants import Witness
 from tests.support import Document, wait_until
 
@@ -182,9 +185,9 @@ class Worker:
         self._witness = Witness(self._witness_client[settings["database"]].witness)
         self._gates: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
-        self.consumer = Consumer(
-            self._client[settings["database"]].tasks, self.function, **settings["options"]
-        )
+        tasks = self._client[settings["database"]].tasks
+        self.producer = Producer(tasks)
+        self.consumer = Consumer(tasks, self.function, **settings["options"])
 
     def function(self, params: Any, context: TaskContext) -> Any:
         with self._witness.running(context):
@@ -223,16 +226,25 @@ class Worker:
             teller = threading.Thread(target=self._tell_all, args=[subscription])
             self.consumer.start()
             teller.start()
-            self.say("started")
+            self.say("started", time=time.time())
             while True:
-                command, argument = lines.get().split()
+                command, argument, *rest = lines.get().split(maxsplit=2)
                 if command == "open":
                     self._gate(argument).set()
-                    continue
-                report = self.consumer.stop(float(argument))
-                teller.join()
-                self.say("stopped", report=attrs.asdict(report))
-                return
+                elif command == "send":
+                    self._send(argument, json.loads(rest[0]))
+                else:
+                    report = self.consumer.stop(float(argument))
+                    teller.join()
+                    self.say("stopped", report=attrs.asdict(report), clock_reads=clock_reads())
+                    return
+
+    def _send(self, key: str, options: Document) -> None:
+        if "run_at" in options:
+            options["run_at"] = dt.datetime.fromisoformat(options["run_at"])
+        do = options.pop("do", "return")
+        self.producer.send(key, {"do": do}, **options)
+        self.say("sent", key=key)
 
     def _tell_all(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -242,6 +254,13 @@ class Worker:
         # One write each: whole lines, whatever the process is in the middle of when it dies.
         line = json.dumps({"said": said, **fields}, default=str)
         os.write(sys.stdout.fileno(), line.encode() + b"\n")
+
+
+def clock_reads() -> list[str]:
+    """
+    Return the modules of the library that have read the wall clock, where that is watched.
+    """
+    return list(getattr(sys.modules.get("sitecustomize"), "read_by", []))
 
 
 if __name__ == "__main__":

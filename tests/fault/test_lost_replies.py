@@ -1,0 +1,236 @@
+"""
+Replies that never arrive: what was asked for has been done, and nobody says so.
+
+A proxy carries commands out and loses their replies, or cuts the network.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mscheduler_sync import AttemptLost, AttemptReleased, Producer
+from tests.fault.proxy import Proxy, proxy_to
+from tests.fault.scene import Scene, scene_on
+from tests.support import Document, wait_until
+
+SHORT = {"lease": 2.0, "heartbeat": 0.5}
+
+
+@pytest.fixture
+def proxy(server_uri: str) -> Iterator[Proxy]:
+    with proxy_to(server_uri) as proxy:
+        yield proxy
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "retrying"])
+def far(
+    request: pytest.FixtureRequest,
+    proxy: Proxy,
+    client: MongoClient[Document],
+    database: Database[Document],
+) -> Iterator[Scene]:
+    """
+    A scene behind the proxy, without and with retryable writes.
+    """
+    retries: bool = request.param
+    with scene_on(proxy.uri, database, client, retryWrites=retries, retryReads=retries) as scene:
+        yield scene
+
+
+def test_many_claims_lose_their_reply(far: Scene, proxy: Proxy) -> None:
+    """
+    A claim that was carried out is run, and not taken for somebody else's (B17).
+    """
+    with far.consuming() as consumer:
+        for number in range(8):
+            wait_until(lambda: consumer.running_count == 0, "nothing runs")
+            lost = proxy.dropped
+            proxy.drop_replies("update")
+            # The outcome comes through: its statement is sent after that of the claim.
+            far.send(f"task-{number}")
+            document = far.wait_status(f"task-{number}", "succeeded")
+            assert proxy.dropped == lost + 1
+            assert len(document["task_state"]["worker_states"]) == 1
+            assert far.witness.count(f"task-{number}") == 1
+        far.settled()
+
+
+def test_many_outcomes_lose_their_reply(far: Scene, proxy: Proxy) -> None:
+    """
+    An outcome that was stored is told as stored, once; no attempt is charged twice (B06, B16).
+    """
+    with far.consuming() as consumer, consumer.subscribe(AttemptLost, AttemptReleased) as events:
+        for number, do in enumerate(["return", "raise-first", "retry-first", "snooze-first"] * 2):
+            key = f"task-{number}"
+            far.send(key, f"wait {do}", max_attempts=2)
+            far.witness.wait_begun(key)
+            lost = proxy.dropped
+            proxy.drop_replies("update")
+            far.gate(key).set()
+            document = far.wait_status(key, "succeeded")
+            assert proxy.dropped == lost + 1
+            attempts = document["task_state"]["worker_states"]
+            runs = 1 if do == "return" else 2
+            assert far.witness.count(key) == runs
+            assert len(attempts) == (1 if do == "snooze-first" else runs)
+            assert document["counters"].get("snoozed", 0) == (do == "snooze-first")
+        far.settled()
+    told = [(type(event), event.key) for event in events]
+    assert told == [(AttemptReleased, "task-3"), (AttemptReleased, "task-7")]
+
+
+@pytest.mark.parametrize("command", ["update", "find"])
+def test_heartbeats_lose_their_reply(far: Scene, proxy: Proxy, command: str) -> None:
+    """
+    Lost replies to heartbeats charge no attempt and tell the function nothing (B29).
+    """
+    with far.consuming():
+        far.send("task", "wait", lease=5.0, heartbeat=0.5)
+        far.witness.wait_begun("task")
+        proxy.drop_replies(command, 3)
+        wait_until(lambda: proxy.dropped == 3, "three replies are lost")
+        beats = len(far.app.log.of("beat", "update"))
+        wait_until(lambda: len(far.app.log.of("beat", "update")) > beats + 1, "it beats again")
+        assert not far.contexts["task"].cancelled.is_set()
+        far.gate("task").set()
+        document = far.wait_status("task", "succeeded")
+        far.settled()
+    assert len(document["task_state"]["worker_states"]) == 1
+    assert far.witness.count("task") == 1
+
+
+@pytest.mark.parametrize("if_exists", ["keep", "update", "rerun", "raise"])
+def test_sends_lose_their_reply(far: Scene, proxy: Proxy, if_exists: Any) -> None:
+    """
+    A send whose reply is lost makes one task, and knows that it made it.
+    """
+    producer = Producer(far.app_tasks)
+    producer.send("before", {"do": "return"}, delay=3600)
+    for number in range(5):
+        key = f"task-{number}"
+        lost = proxy.dropped
+        proxy.drop_replies("insert")
+        result = producer.send(key, {"do": "return"}, delay=3600, if_exists=if_exists)
+        assert (result.inserted, result.updated) == (True, False)
+        assert proxy.dropped == lost + 1
+        assert far.tasks.count_documents({"key": key}) == 1
+        far.invariants.sent(key)
+        if if_exists in {"update", "rerun"}:
+            proxy.drop_replies("update")
+            again = producer.send(key, {"do": "return"}, delay=7200, if_exists=if_exists)
+            assert (again.inserted, again.updated) == (False, True)
+            assert proxy.dropped == lost + 2
+    with far.consuming(watch=False, poll_interval=0.1):
+        far.settled()
+
+
+def test_many_sends_lose_their_reply(far: Scene, proxy: Proxy) -> None:
+    """
+    A bulk of sends whose reply is lost says of each that it was made.
+    """
+    producer = Producer(far.app_tasks)
+    proxy.drop_replies("insert")
+    items = [(f"task-{number}", {"do": "return"}) for number in range(50)]
+    results = producer.send_many(items)
+    assert proxy.dropped == 1
+    assert [(result.inserted, result.error) for result in results] == [(True, None)] * 50
+    far.invariants.sent(*(key for key, _ in items))
+    with far.consuming() as consumer:
+        assert consumer.run_until_idle(30)
+        far.settled()
+    assert len(far.witness.runs()) == 50 + 2
+
+
+def test_cancel_and_retry_lose_their_reply(far: Scene, proxy: Proxy) -> None:
+    """
+    They are repeated without harm.
+    """
+    producer = Producer(far.app_tasks)
+    producer.send("task", {"do": "return"}, delay=3600)
+    proxy.drop_replies("update")
+    assert producer.cancel("task")
+    far.wait_status("task", "cancelled")
+    proxy.drop_replies("update")
+    assert producer.retry("task")
+    assert proxy.dropped == 2
+    with far.consuming():
+        far.wait_status("task", "succeeded")
+        far.settled()
+    assert far.witness.count("task") == 1
+
+
+@pytest.mark.parametrize("share", [0.4, 0.8, 2.5])
+def test_the_network_is_cut_during_a_task(far: Scene, proxy: Proxy, share: float) -> None:
+    """
+    A cut shorter than the lease costs nothing; after a longer one the function was told (B29).
+    """
+    with far.consuming():
+        far.send("task", "wait", max_attempts=1, **SHORT)
+        far.witness.wait_begun("task")
+        wait_until(lambda: far.app.log.of("beat", "update"), "it beats")
+        proxy.cut()
+        threading.Event().wait(share * SHORT["lease"])
+        proxy.restore()
+        context = far.contexts["task"]
+        if share > 1:
+            assert context.reason == "lease_lost"
+        if share < 0.5:
+            assert context.reason is None
+        far.gate("task").set()
+        # There is no other worker, so its work counts in any case.
+        document = far.wait_status("task", "succeeded")
+        far.settled()
+    assert len(document["task_state"]["worker_states"]) == 1
+    assert far.witness.count("task") == 1
+
+
+def test_the_network_is_cut_at_the_end_of_a_task(far: Scene, proxy: Proxy) -> None:
+    """
+    An outcome that cannot be stored for longer than the lease: one more run at most (B16).
+    """
+    with far.consuming():
+        far.send("task", "wait", **SHORT)
+        far.witness.wait_begun("task")
+        with far.another_consumer(worker_id="near"):
+            proxy.cut()
+            far.gate("task").set()
+            document = far.wait_status("task", "succeeded", 15)
+            proxy.restore()
+            assert document["task_state"]["worker_states"][-1]["worker_id"] == "near"
+        far.settled()
+    assert far.witness.count("task") == 2
+
+
+def test_every_write_waits_for_the_majority(
+    server_uri: str, client: MongoClient[Document], database: Database[Document]
+) -> None:
+    """
+    Whatever the application's client is set to: majority and journal, reads from the primary (B63).
+    """
+    lax = {"w": 1, "journal": False, "readPreference": "secondaryPreferred"}
+    with scene_on(server_uri, database, client, None, **lax) as scene, scene.consuming():
+        producer = Producer(scene.app_tasks)
+        producer.send("task", {"do": "wait raise-first"}, lease=1, heartbeat=0.1, retry_delay=0)
+        scene.invariants.sent("task")
+        scene.witness.wait_begun("task")
+        wait_until(lambda: scene.app.log.of("beat", "update"), "it beats")
+        producer.send("task", {"do": "return"}, if_exists="update", delay=0)
+        scene.gate("task").set()
+        scene.wait_status("task", "succeeded")
+        producer.send_many([("many", {"do": "return"})])
+        producer.cancel("many")
+        scene.settled()
+        calls = list(scene.app.log.calls)
+    writes = [call for call in calls if call.command in {"insert", "update", "delete"}]
+    assert {"caller", "claim", "beat", "outcome"} <= {call.part for call in writes}
+    concerns = [call.sent["writeConcern"] for call in writes]
+    assert concerns == [{"w": "majority", "j": True}] * len(writes)
+    reads = [call for call in calls if call.command in {"find", "aggregate"}]
+    modes = {call.sent.get("$readPreference", {}).get("mode", "primary") for call in reads}
+    assert modes <= {"primary", "primaryPreferred"}
