@@ -252,7 +252,7 @@ class Consumer:
             self._stop_parts(parts, timeout_s)
         elif state == "new":
             self._hub.close()
-        self._stopped.wait(timeout_s + 1.0)
+        self._stopped.wait(min(timeout_s + 1.0, threading.TIMEOUT_MAX))
         if self._crash is not None:
             raise self._crash
         return self._report or StopReport()

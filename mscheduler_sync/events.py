@@ -20,6 +20,7 @@ import attrs
 
 #: Waits are cut into slices, so that Ctrl-C is seen on every system, and no wait overflows.
 _SLICE_S: Final = 1.0
+_FOR_EVER_S: Final = 1000 * 366 * 86_400
 
 
 @attrs.frozen(kw_only=True)
@@ -290,4 +291,5 @@ def deadline_after(timeout: float | dt.timedelta | None) -> float:
     if not timeout >= 0:
         msg = f"timeout must be at least 0 seconds, got {timeout!r}"
         raise ValueError(msg)
-    return time.monotonic() + timeout
+    # An int may be beyond a float; a thousand years are for ever.
+    return float("inf") if timeout > _FOR_EVER_S else time.monotonic() + timeout

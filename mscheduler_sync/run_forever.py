@@ -122,7 +122,11 @@ def serve(
 
         # In a thread of its own, so that a second signal is answered whatever the stop waits for.
         stopping = threading.Thread(target=run, name="ms-stop", daemon=True)
-        stopping.start()
+        try:
+            stopping.start()
+        except RuntimeError:
+            # The interpreter makes no more threads: main has ended.
+            run()
         while stopping.is_alive():
             stopping.join(_SLICE_S)
             if signals.count > 1:

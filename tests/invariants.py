@@ -190,7 +190,9 @@ class Invariants:
             yield f"status and due are {stored}, not {(status, due)}"
         is_shared = options.concurrency > 1 or options.retry_scope == "worker"
         lanes = statements.lanes_of(
-            name=document.get("name"), worker_ids=options.worker_ids, shared=is_shared
+            name=document.get("name"),
+            worker_ids=() if options.worker_ids == (x.NOBODY,) else options.worker_ids,
+            shared=is_shared,
         )
         if document.get("lanes") != lanes:
             yield f"its lanes are {document.get('lanes')}, not {lanes}"

@@ -167,7 +167,9 @@ def lanes_of(document: Document) -> list[str]:
     name = document.get("name")
     if option["concurrent_worker_cnt"] > 1 or _scope_is_worker(document):
         return ["+"]
-    if worker_ids:
+    # Whoever comes by is to settle what is left of a cancelled task.
+    barred = worker_ids == [NOBODY] and _cancelled(document)
+    if worker_ids and not barred:
         return [f"@{worker_id}" for worker_id in worker_ids]
     return ["*"] if name is None else ["*n", f"={name}"]
 
@@ -222,14 +224,15 @@ def claim(
 ) -> Claim:
     after = copy.deepcopy(document)
     allowed = after["task_option"].get("specific_worker_ids")
-    if allowed and worker_id not in allowed:
+    barred = allowed == [NOBODY]
+    if allowed and worker_id not in allowed and not barred:
         return Claim(after, "not for this worker")
     if names is not None and after.get("name") not in names:
         return Claim(after, "unknown name")
     if any(attempt.get("running_id") == running_id for attempt in attempts_of(after)):
         return Claim(after, "stands already")
     _settle(after, since_outage_ms)
-    refusal = _refusal(after, worker_id)
+    refusal = "barred to all" if barred else _refusal(after, worker_id)
     if refusal is None:
         attempts_of(after).append(
             {
@@ -273,7 +276,7 @@ def _refusal(document: Document, worker_id: str) -> str | None:
         return "no place"
     if _is_spent(document):
         return "spent"
-    if any(attempt.get("fail_time") is None for attempt in mine):
+    if any(succeeded(attempt) or is_open(attempt) for attempt in mine):
         return "mine already"
     if _scope_is_worker(document) and sum(map(failed, mine)) >= option["max_unexpected_retries"]:
         return "spent by this worker"

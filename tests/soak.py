@@ -43,6 +43,9 @@ from tests.invariants import Invariants, Witness
 from tests.support import Document, wait_until
 
 WORKERS, PRODUCERS = 4, 2
+OPEN = {"status": {"$in": ["waiting", "running"]}}
+#: Producers wait while so many tasks are open: the fleet must be able to end them.
+MOST_OPEN = 100
 #: The most that is waited for the fleet to end all tasks in peace, in seconds.
 PEACE_S = 120.0
 
@@ -98,7 +101,7 @@ class Soak:
         self._stop = threading.Event()
         self._sent: dict[str, None] = {}
         self._sent_lock = threading.Lock()
-        self._concurrency: dict[str, int] = {}
+        self._fixed: dict[str, dict[str, int]] = {}
         self.done: collections.Counter[str] = collections.Counter()
         self._client: MongoClient[Document] = MongoClient(
             server.uri, appname="soak", tz_aware=True, serverSelectionTimeoutMS=20_000
@@ -207,7 +210,10 @@ class Soak:
         chance = random.Random(seed)
         while not self._stop.wait(chance.uniform(0.0, 0.25)):
             try:
-                self._produce_once(chance)
+                if self._tasks.count_documents(OPEN) < MOST_OPEN:
+                    self._produce_once(chance)
+            except PyMongoError:
+                self.done["producer errors"] += 1
             except (StoreError, TaskExists, TaskRunning, TaskNotFound):
                 self.done["producer errors"] += 1
 
@@ -220,12 +226,15 @@ class Soak:
         self.done[what] += 1
         if what == "new" or not known:
             key = f"task-{uuid.uuid4().hex[:12]}"
-            # Not among the options that are changed later: two successes cannot become one.
-            concurrency = chance.choice([1, 1, 1, 1, 2])
-            options = {**self._options(chance), "concurrency": concurrency}
+            # Not changed later: two successes cannot become one, nor five failures three.
+            fixed = {
+                "concurrency": chance.choice([1, 1, 1, 1, 2]),
+                "max_attempts": chance.choice([3, 5, 10]),
+            }
+            options = {**self._options(chance), **fixed}
             self._producer.send(key, self._params(chance), **options)
             self._remember(key)
-            self._concurrency[key] = concurrency
+            self._fixed[key] = fixed
         elif what == "many":
             items = [(f"many-{uuid.uuid4().hex[:12]}", {"seconds": 0}) for _ in range(20)]
             results = self._producer.send_many(items, **self._options(chance))
@@ -244,7 +253,7 @@ class Soak:
     def _send_again(self, chance: random.Random, key: str, if_exists: str) -> None:
         options = {
             **self._options(chance),
-            "concurrency": self._concurrency.get(key, 1),
+            **self._fixed.get(key, {}),
             "if_exists": if_exists,
         }
         self._producer.send(key, self._params(chance), **options)
@@ -267,7 +276,6 @@ class Soak:
             "lease": 2.0,
             "heartbeat": 0.5,
             "priority": chance.randint(0, 3),
-            "max_attempts": chance.choice([3, 5, 10]),
             "retry_delay": chance.choice([0, 0.2]),
             "delay": chance.choice([None, None, 0.5, 2.0]),
             "timeout": chance.choice([None, None, 1.0]),
@@ -311,15 +319,14 @@ class Soak:
     def _peace(self) -> None:
         self._client.admin.command({"configureFailPoint": "failCommand", "mode": "off"})
         self._invariants.sent(*self._sent)
-        open_tasks = {"status": {"$in": ["waiting", "running"]}}
         try:
             wait_until(
-                lambda: self._tasks.count_documents(open_tasks) == 0,
+                lambda: self._tasks.count_documents(OPEN) == 0,
                 "every task ends in peace",
                 timeout=PEACE_S,
             )
         except AssertionError as error:
-            left = list(self._tasks.find(open_tasks).limit(5))
+            left = list(self._tasks.find(OPEN).limit(5))
             living = [n for n, worker in self._workers.items() if worker.poll() is None]
             msg = f"{error}; workers {living}; for example {left}"
             raise AssertionError(msg) from None

@@ -100,7 +100,7 @@ class Service:
         Wait up to *timeout_s* seconds; return whether the thread has ended (or never began).
         """
         if self._thread.ident is not None:
-            self._thread.join(max(0.0, timeout_s))
+            self._thread.join(min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
         return not self._thread.is_alive()
 
     def step(self) -> None:

@@ -136,7 +136,8 @@ class Executor:
         # ThreadPoolExecutor keeps its threads in a public-by-habit set; there is no other list.
         threads = list(getattr(self._pool, "_threads", ()))
         for thread in threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+            left_s = max(0.0, deadline_s - time.monotonic())
+            thread.join(min(left_s, threading.TIMEOUT_MAX))
         return [thread.name for thread in threads if thread.is_alive()]
 
     def _run(self, attempt: HeldAttempt) -> None:

@@ -91,7 +91,8 @@ class Heartbeats(Service):
         with self._changed:
             beaters = list(self._beaters)
         for thread in beaters:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+            left_s = max(0.0, deadline_s - time.monotonic())
+            thread.join(min(left_s, threading.TIMEOUT_MAX))
         return ended and not any(thread.is_alive() for thread in beaters)
 
     def living_threads(self) -> list[str]:

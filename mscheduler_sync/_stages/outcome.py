@@ -100,7 +100,7 @@ class OutcomeWriter(Service):
         self._changed = threading.Condition()
         # Both under _changed.
         self._pending: list[_Pending] = []
-        self._writing = 0
+        self._writing: list[_Pending] = []
         self._enough = 1
         self._closing = False
 
@@ -140,7 +140,7 @@ class OutcomeWriter(Service):
         How many outcomes are not stored yet.
         """
         with self._changed:
-            return len(self._pending) + self._writing
+            return len(self._pending) + len(self._writing)
 
     def drain(self, timeout_s: float) -> bool:
         """
@@ -148,7 +148,8 @@ class OutcomeWriter(Service):
         """
         with self._changed:
             return self._changed.wait_for(
-                lambda: not self._pending and not self._writing, timeout_s
+                lambda: not self._pending and not self._writing,
+                min(timeout_s, threading.TIMEOUT_MAX),
             )
 
     def unstored(self) -> list[str]:
@@ -156,7 +157,8 @@ class OutcomeWriter(Service):
         The keys whose outcomes are not stored (yet).
         """
         with self._changed:
-            return [pending.key for pending in self._pending]
+            waiting = [*self._writing, *self._pending]
+            return [pending.key for pending in waiting if not pending.done]
 
     def request_stop(self) -> None:
         """
@@ -182,7 +184,7 @@ class OutcomeWriter(Service):
         finally:
             with self._changed:
                 self._pending[:0] = [pending for pending in batch if not pending.done]
-                self._writing = 0
+                self._writing = []
                 self._changed.notify_all()
 
     def pause(self, timeout_s: float) -> bool:
@@ -213,7 +215,7 @@ class OutcomeWriter(Service):
                     seen.add(pending.key)
                     chosen.append(pending)
             self._pending = [p for p in self._pending if p not in chosen]
-            self._writing = len(chosen)
+            self._writing = chosen
             return chosen
 
     def _write(self, batch: Sequence[_Pending]) -> None:

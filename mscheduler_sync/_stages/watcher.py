@@ -19,6 +19,7 @@ from mscheduler_sync._stages.fetcher import Fetcher
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync._storage.stream import StreamReader
+from mscheduler_sync.errors import StoreError, StoreUnavailable
 
 _log = logger("watch")
 
@@ -56,6 +57,10 @@ class Watcher(StreamReader):
     def on_close(self) -> None:
         self._fetcher.set_polling(polling=True)
         self._fetcher.request_pass()
+
+    def on_store_error(self, error: StoreError) -> None:
+        if isinstance(error, StoreUnavailable):
+            self._store.note_outage()
 
     def on_end(self) -> None:
         self._fetcher.want_indexes()

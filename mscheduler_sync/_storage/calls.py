@@ -38,6 +38,8 @@ from mscheduler_sync.errors import StoreError, StoreRejected, StoreUnavailable
 
 #: How long one call may take, in seconds, retries of the driver included.
 CALL_TIMEOUT_S: Final = 10.0
+#: A call that took longer has met an outage, in seconds.
+_SAT_OUT_S: Final = 1.0
 #: Server codes that mean "not now": interrupted, stepping down, shutting down, write concern.
 _PASSING_CODES: Final = frozenset(
     {6, 7, 24, 43, 46, 50, 63, 64, 79, 89, 91, 100, 112, 133, 134, 136, 189, 202, 237, 251, 262}
@@ -114,7 +116,8 @@ class ServerCalls:
         the transaction is to be repeated.
         """
         self.notice_fork()
-        left_s = self.deadline_s - time.monotonic()
+        began_s = time.monotonic()
+        left_s = self.deadline_s - began_s
         try:
             # A passed deadline still leaves a moment, so that a last write has a chance.
             with pymongo.timeout(max(0.05, min(timeout_s, left_s))):
@@ -127,13 +130,17 @@ class ServerCalls:
                 raise
             mine = translated(error)
             if isinstance(mine, StoreUnavailable):
-                self._note_outage()
+                self.note_outage()
             else:
                 self._note_answer()
             raise mine from error
         self._note_answer()
+        now_s = time.monotonic()
+        if now_s - began_s > _SAT_OUT_S:
+            # The driver has sat something out; the heartbeats of others may not have.
+            self.recovered_at_s = now_s
 
-    def _note_outage(self) -> None:
+    def note_outage(self) -> None:
         self.clock.invalidate()
         with self._lock:
             if self._trouble_since_s is None:

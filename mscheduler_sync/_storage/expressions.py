@@ -20,6 +20,9 @@ NOW: Final[Expr] = {"$toDate": {"$toLong": "$$NOW"}}
 EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 #: The due time of a task that no worker may ever claim as it stands.
 NEVER: Final = dt.datetime(9999, 12, 31, tzinfo=dt.timezone.utc)
+#: Stands in ``specific_worker_ids`` of a cancelled task, so that workers that
+#: know nothing of cancelling (the Rust crate's) keep off it.
+NOBODY: Final = "__cancelled__"
 #: Longer durations than a hundred years are refused where they are given, and not computed with.
 MAX_DURATION_MS: Final = 100 * 366 * 86_400_000
 #: Failed attempts after which a task fails even if its budget is kept per worker.
@@ -360,7 +363,9 @@ def lanes() -> Stage:
             },
         }
     }
-    is_pinned = {"$and": [{"$isArray": [ids]}, {"$ne": [ids, []]}]}
+    # A cancelled task is barred to all, and yet somebody must see its last lease end.
+    is_barred = {"$and": [{"$eq": [ids, [NOBODY]]}, has("cancel.time")]}
+    is_pinned = {"$and": [{"$isArray": [ids]}, {"$ne": [ids, []]}, {"$not": [is_barred]}]}
     is_named = {"$eq": [{"$type": "$name"}, "string"]}
     return {
         "$set": {

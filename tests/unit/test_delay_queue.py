@@ -145,6 +145,8 @@ def test_a_full_queue_drops_what_is_due_latest() -> None:
     assert queue.dropped_from_s == float("inf")
     assert not queue.push("latest", now_s + FAR_S + 50)
     assert queue.dropped_from_s == now_s + FAR_S + 50
+    assert not queue.push("later still", now_s + FAR_S + 60)
+    assert queue.dropped_from_s == now_s + FAR_S + 50
     assert queue.push("due", now_s - 1)
     assert queue.dropped_from_s == now_s + FAR_S + 9
     assert "later 9" not in queue
@@ -337,8 +339,11 @@ def test_take_can_wait_for_ever() -> None:
     An endless time-out is no overflow.
     """
     queue = DelayQueue(100)
-    queue.push("soon", time.monotonic() + 0.02)
-    assert [entry.key for entry in queue.take(1, float("inf"))] == ["soon"]
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(queue.take, 1, float("inf"))
+        wait_until(lambda: queue._changed._waiters, "the taker waits")  # type: ignore[attr-defined]
+        queue.push("soon", time.monotonic() + 0.02)
+        assert [entry.key for entry in taking.result(10)] == ["soon"]
 
 
 def test_a_closed_queue_gives_nothing() -> None:

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CRASH_COUNT, PartHealth, Service
 from mscheduler_sync.errors import StoreRejected, StoreUnavailable
 from tests.support import wait_until
 
-LOG = logging.getLogger("mscheduler_sync.fetch")
+LOG = logger("fetch")
 
 
 class Scripted(Service):

@@ -114,6 +114,20 @@ def test_waiting_until_none_is_taken() -> None:
         assert waiting.result(10)
 
 
+def test_waiting_until_none_is_taken_with_no_slots_left() -> None:
+    """
+    The last attempt is seen to end also where nothing may be claimed any more.
+    """
+    slots = Slots(1)
+    slots.take(1)
+    slots.resize(0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(slots.wait_empty, 60)
+        wait_for_waiter(slots)
+        slots.give_back()
+        assert waiting.result(10)
+
+
 @pytest.mark.parametrize("taken", [0, 2])
 def test_closing_wakes_the_waiters_and_frees_nothing_any_more(taken: int) -> None:
     """

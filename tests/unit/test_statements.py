@@ -242,7 +242,8 @@ def test_a_claim_is_not_repeated(count: int) -> None:
     """
     filter_ = statements.claim(refs(count), WORKER, names=NAMES).filter
     assert filter_[f"{x.ATTEMPTS}.running_id"] == {"$nin": IDS[:count]}
-    assert filter_["task_option.specific_worker_ids"] == {"$in": [None, [], WORKER]}
+    allowed = {"$in": [None, [], WORKER, [x.NOBODY]]}
+    assert filter_["task_option.specific_worker_ids"] == allowed
     assert filter_["name"] == {"$in": NAMES}
     assert "name" not in statements.claim(refs(count), WORKER).filter
 

@@ -44,7 +44,6 @@ from mscheduler_sync._storage.statements.discovery import (
     whole,
 )
 from mscheduler_sync._storage.statements.producing import (
-    NOBODY,
     cancel,
     ended_among,
     finished_before,
@@ -56,7 +55,6 @@ from mscheduler_sync._storage.statements.producing import (
 __all__ = [
     "EXPIRED_REASON",
     "INDEXES",
-    "NOBODY",
     "READABLE",
     "Failure",
     "Find",

@@ -10,8 +10,14 @@ from typing import Final
 import attrs
 
 from mscheduler_sync._storage import expressions as x
-from mscheduler_sync._storage.statements.base import READABLE, Document, Find, Update, one_or_in
-from mscheduler_sync._storage.statements.discovery import eligible_name
+from mscheduler_sync._storage.statements.base import (
+    READABLE,
+    Document,
+    Find,
+    Update,
+    one_or_in,
+)
+from mscheduler_sync._storage.statements.discovery import allowed_to, eligible_name
 
 EXPIRED_REASON: Final = "LeaseExpired: the worker stopped renewing its lease"
 
@@ -41,6 +47,7 @@ def claim(
             "$$free",
             {"$lte": ["$$ready", x.NOW]},
             {"$eq": [{"$size": mine_undecided}, 0]},
+            {"$ne": ["$task_option.specific_worker_ids", [x.NOBODY]]},
             {
                 "$or": [
                     {"$ne": ["$retry.scope", "worker"]},
@@ -63,7 +70,7 @@ def claim(
         filter={
             "key": one_or_in(keys),
             **READABLE,
-            "task_option.specific_worker_ids": {"$in": [None, [], worker_id]},
+            "task_option.specific_worker_ids": allowed_to(worker_id),
             f"{x.ATTEMPTS}.running_id": {"$nin": running_ids},
             **eligible_name(names),
         },
@@ -150,6 +157,9 @@ def attempt_state(keys: Sequence[str]) -> Find:
             "key": 1,
             "cancel": 1,
             "task_option": 1,
+            "retry": 1,
+            "timeout_ms": 1,
+            "keep_ms": 1,
             f"{x.ATTEMPTS}.running_id": 1,
             f"{x.ATTEMPTS}.worker_id": 1,
             f"{x.ATTEMPTS}.success_time": 1,

@@ -48,17 +48,30 @@ def due_tasks(
 
 def eligible_in_shared_lanes(worker_id: str, names: Sequence[str | None] | None) -> Document:
     """
-    What a lane does not say: allowed, of a known name, and not yet done or held by this worker.
+    What a lane does not say: allowed, of a known name, and not yet done by this worker.
+
+    One that it holds is found all the same: its earlier life may have left it.
     """
     return {
-        "task_option.specific_worker_ids": {"$in": [None, [], worker_id]},
+        "task_option.specific_worker_ids": allowed_to(worker_id),
         **eligible_name(names),
         x.ATTEMPTS: {
             "$not": {
-                "$elemMatch": {"worker_id": worker_id, "fail_time": None},
+                "$elemMatch": {
+                    "worker_id": worker_id,
+                    "success_time": {"$ne": None},
+                    "fail_time": None,
+                },
             }
         },
     }
+
+
+def allowed_to(worker_id: str) -> Document:
+    """
+    The condition on ``specific_worker_ids``. A cancelled task passes: its attempts must be settled.
+    """
+    return {"$in": [None, [], worker_id, [x.NOBODY]]}
 
 
 def eligible_name(names: Sequence[str | None] | None) -> Document:

@@ -11,9 +11,6 @@ from typing import Final
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage.statements.base import READABLE, Document, Find, Update
 
-#: Stands in ``specific_worker_ids`` of a cancelled task, so that workers that
-#: know nothing of cancelling (the Rust crate's) keep off it.
-NOBODY: Final = "__cancelled__"
 _IDS: Final = "task_option.specific_worker_ids"
 
 
@@ -112,7 +109,7 @@ def _restriction(ids: x.Expr | None, *, rerun: bool) -> Document:
             "cancel": {"$cond": [stays, "$cancel", "$$REMOVE"]},
         }
     return {
-        _IDS: {"$cond": [stays, [NOBODY], ids]},
+        _IDS: {"$cond": [stays, [x.NOBODY], ids]},
         "cancel": {
             "$cond": [stays, {"$mergeObjects": ["$cancel", {"worker_ids": ids}]}, "$$REMOVE"]
         },
@@ -168,7 +165,7 @@ def cancel(key: str) -> Update:
                     "task_option.specific_worker_ids": {
                         "$cond": [
                             x.has("cancel.time"),
-                            [NOBODY],
+                            [x.NOBODY],
                             "$task_option.specific_worker_ids",
                         ]
                     }
