@@ -232,6 +232,19 @@ def test_a_timeout_may_be_a_timedelta() -> None:
     assert EventHub().subscribe().get(dt.timedelta(0)) is None
 
 
+def test_a_waiting_reader_does_not_spin() -> None:
+    """
+    Whatever came before, a wait costs no computing.
+    """
+    hub = EventHub()
+    subscription = hub.subscribe()
+    hub.publish(EMPTY)
+    assert subscription.get(0) == EMPTY
+    began_s = time.thread_time()
+    assert subscription.get(0.2) is None
+    assert time.thread_time() - began_s < 0.1
+
+
 def test_wait_for_returns_the_next_event_that_fits() -> None:
     """
     The events before it are gone, those after it are still there.

@@ -86,11 +86,11 @@ def second_is_task_context(params: Any, task_context: Any = None) -> Any:
 
 
 def second_is_an_option(params: Any, retries: int = 3) -> Any:
-    return got(params)
+    return got(params, retries)
 
 
 def context_comes_third(params: Any, retries: int = 3, context: Any = None) -> Any:
-    return got(params)
+    return got(params, retries, context)
 
 
 def third_is_an_option(params: Any, context: Any, retries: int = 3) -> Any:
