@@ -55,8 +55,13 @@ def run(bench: Bench) -> list[Row]:
 
 
 def _measured(bench: Bench, crew: Crew, processes: int, slots: int) -> _Runs:
-    # A single thread is slower: half as many tasks take long enough.
-    count = bench.backlog() // (2 if processes * slots == 1 else 1)
+    count = bench.backlog()
+    if slots == 1:
+        # A single thread is slower: half as many tasks take long enough.
+        count //= 2
+    elif processes > 1:
+        # The last ones, over which all processes compete, are not to count for much.
+        count *= 2
     bench.say(f"backlog of {count:,}: {_shape_name(processes, slots)}")
     runs = _Runs()
 
