@@ -326,6 +326,8 @@ class Producer:
                 raise TaskRunning(key)
             # It ran when we tried and has ended since: try once more.
             return self._send_to_existing(key, params, options, session, given=given)
+        # After a lost reply the driver may say that its repetition changed nothing.
+        changed = changed or document.get("send_id") == send_id
         return SendResult(key, False, changed, _status(document))
 
     def _applied(self, statement: statements.Update, session: ClientSession | None) -> bool:

@@ -96,7 +96,7 @@ class Assembly:
             value_limit_bytes=settings.result_limit_bytes,
             on_end=running.ended,
         )
-        running.connect(self.executor, self._heartbeats, self.writer)
+        running.connect(self.executor, self._heartbeats, self.writer, on_free=candidates.look_again)
         self.fetcher = Fetcher(
             store,
             lanes,

@@ -106,6 +106,15 @@ class Candidates:
             self._hub.publish(WaitOccupy(key=key, next_occupy_time=self._clock().at(due_s)))
         return queued
 
+    def look_again(self, key: str) -> None:
+        """
+        Queue *key* as due now: it was passed over while an attempt of it was still held here.
+        """
+        now_s = time.monotonic()
+        with self._lock:
+            due_s = max(now_s, self._not_before_s.get(key, now_s))
+        self._queue.push(key, due_s)
+
     def set_aside(self, key: str, reason: str) -> None:
         """
         Leave *key* alone for a while; complain of it once per interval.

@@ -98,7 +98,9 @@ class Claimer(Service):
         free = self._free_slots()
         if not free or self.stopping:
             return
-        entries = self._queue.take(min(free, BATCH), _IDLE_WAIT_S, spread=self._spread)
+        # While others compete, one look at many keys is cheaper than as many lost claims.
+        wanted = BATCH if self._contention_s > 0.0 else min(free, BATCH)
+        entries = self._queue.take(wanted, _IDLE_WAIT_S, spread=self._spread)
         if not entries or self.stopping:
             return
         left = len(self._queue)
@@ -107,13 +109,16 @@ class Claimer(Service):
         if left < max(2 * self._slots.size, BATCH):
             self._on_low()
         # A lease that lapsed while the store was slow is ours to renew, not to take over: the
-        # function runs here, or its outcome is on its way.
+        # function runs here, or its outcome is on its way. The key is looked at again then.
         entries = [entry for entry in entries if not self._holds(entry.key)]
         done = False
         try:
-            entries = self._after_contention(entries)
+            if self._contention_s > 0.0 and entries:
+                entries = self._still_due(entries)
+            for entry in entries[free:]:
+                self._queue.push(entry.key, entry.due_s, entry.priority)
             if entries and not self.stopping:
-                self._claim(entries)
+                self._claim(entries[:free])
             done = True
         finally:
             if not done:
@@ -128,24 +133,23 @@ class Claimer(Service):
             free = max(free, self._slots.wait_free(GATHER_S, at_least=wanted))
         return free
 
-    def _after_contention(self, entries: list[Entry]) -> list[Entry]:
+    def _still_due(self, entries: Sequence[Entry]) -> list[Entry]:
         """
-        After lost claims: wait a little, at random, and leave what others have taken meanwhile.
+        After lost claims: leave what others have taken meanwhile; a single key after a random wait.
         """
-        if self._contention_s <= 0.0 or len(entries) != 1:
-            return entries
-        self.pause(random.random() * self._contention_s)
-        still_due = []
+        if len(entries) == 1:
+            self.pause(random.random() * self._contention_s)
         now = self._store.clock.now()
+        due_keys = set()
         for document in self._store.find(
             statements.discovered_by_key([entry.key for entry in entries])
         ):
             fields = envelope(document)
             due = fields.get("due")
             if due is None or due <= now:
-                still_due.append(fields.get("key"))
+                due_keys.add(fields.get("key"))
         self._contention_s = self._calmed(self._contention_s)
-        return [entry for entry in entries if entry.key in still_due]
+        return [entry for entry in entries if entry.key in due_keys]
 
     @staticmethod
     def _calmed(contention_s: float) -> float:
@@ -298,10 +302,9 @@ class Claimer(Service):
             extra={"event": "claims_lost", "worker_id": self._lanes.worker_id, "count": len(lost)},
         )
         self._candidates.note_other_worker()
-        if len(lost) == len(keys):
+        if 2 * len(lost) >= len(keys):
             grown_s = max(_CONTENTION_FIRST_S, 2 * self._contention_s)
             self._contention_s = min(_CONTENTION_CAP_S, grown_s)
-        if 2 * len(lost) >= len(keys) and len(keys) > 1:
             self._spread = min(_SPREAD_CAP, max(_SPREAD_FIRST, 2 * self._spread))
         suspicious = []
         for key in lost:

@@ -40,6 +40,7 @@ class RunningAttempts:
         # All under _lock.
         self._held: dict[str, HeldAttempt] = {}
         self._keys: collections.Counter[str] = collections.Counter()
+        self._wanted: set[str] = set()
         self._stuck: dict[str, HeldAttempt] = {}
         self._finished_in_stop: list[str] = []
         self._released_in_stop: list[str] = []
@@ -47,9 +48,17 @@ class RunningAttempts:
         self._executor: Executor
         self._heartbeats: Heartbeats
         self._writer: OutcomeWriter
+        self._on_free: Callable[[str], None]
 
-    def connect(self, executor: Executor, heartbeats: Heartbeats, writer: OutcomeWriter) -> None:
+    def connect(
+        self,
+        executor: Executor,
+        heartbeats: Heartbeats,
+        writer: OutcomeWriter,
+        on_free: Callable[[str], None],
+    ) -> None:
         self._executor, self._heartbeats, self._writer = executor, heartbeats, writer
+        self._on_free = on_free
 
     # -- in order of an attempt's life -------------------------------------------------------
 
@@ -99,14 +108,20 @@ class RunningAttempts:
         """
         Nothing more will be written for *attempt*.
         """
+        was_wanted = False
         with self._lock:
             if self._held.pop(attempt.running_id, None) is not None:
                 self._keys[attempt.key] -= 1
                 if not self._keys[attempt.key]:
                     del self._keys[attempt.key]
+                    was_wanted = attempt.key in self._wanted
+                    self._wanted.discard(attempt.key)
             has_ended = verdict == "stored" and isinstance(outcome, Succeeded | Failed)
             if has_ended and self._is_stopping():
                 self._finished_in_stop.append(attempt.key)
+
+        if was_wanted:
+            self._on_free(attempt.key)
 
     def give_up(self, attempt: HeldAttempt) -> None:
         """
@@ -150,9 +165,14 @@ class RunningAttempts:
     def holds(self, key: str) -> bool:
         """
         Whether an attempt of the task *key* is here whose end is not settled.
+
+        If so, *on_free* is called with the key once that is so no more.
         """
         with self._lock:
-            return key in self._keys
+            is_held = key in self._keys
+            if is_held:
+                self._wanted.add(key)
+            return is_held
 
     def task_changed(self, key: str) -> None:
         """
