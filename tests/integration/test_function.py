@@ -262,7 +262,7 @@ def test_stop_reaches_the_function(producer: Producer, collection: Tasks) -> Non
     producer.send("k", max_attempts=1)
     with polling(collection, function) as consumer:
         assert began.wait(10)
-        report = consumer.stop(0.5)
+        report = consumer.stop(3)
     assert told == ["shutdown"]
     assert report.released == ("k",)
     task = task_of(producer)
