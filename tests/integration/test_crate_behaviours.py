@@ -456,7 +456,7 @@ def test_shutdown_gives_a_running_task_back_unused(producer: Producer, start: St
     first = start(gate, "aaa")
     producer.send("111", 1, max_attempts=1)
     assert gate.began.wait(10)
-    report = first.stop(1)
+    report = first.stop(3)
     assert (report.released, report.abandoned, report.finished) == (("111",), (), ())
     assert attempts(producer, "111") == []
     numbers: list[int] = []
