@@ -456,7 +456,7 @@ def test_release_of_ours_is_seen_and_claimed_by_rust_at_once(
     with polling(collection, gate, worker_id="ours") as consumer:
         assert gate.began.wait(10)
         rust_stream.wait_for_update(status="running")
-        report = consumer.stop(1)
+        report = consumer.stop(3)
     assert report.released == ("k",)
     seen = rust_stream.wait_for_update(status="waiting")
     assert seen["task_state"]["worker_states"] == []
