@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -85,7 +86,7 @@ class CountingHandler:
         while not self._stop.wait(0.05):
             with self._lock:
                 jobs = list(self._jobs.values())
-            for job, run_id in jobs[:20]:
+            for job, run_id in random.sample(jobs, min(len(jobs), 20)):
                 with contextlib.suppress(PyMongoError):
                     self._counters.raise_(job.key, job.fence, run_id)
 

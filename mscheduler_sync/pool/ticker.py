@@ -35,7 +35,7 @@ class Tick:
 
     #: Counts the ticks of this ticker over all nodes.
     number: int
-    #: When it was won, by the server's clock.
+    #: When it was due, by the server's clock; the first one, if some were missed.
     at: dt.datetime
 
 
@@ -75,7 +75,7 @@ class TickerThread(Service):
         if self._token is not None:
             token, self._token = self._token, None
             if document["winner"] == token:
-                self._win(document)
+                self._deliver(Tick(int(document["number"]), self._store.clock.now()))
                 return
         next_s = self._store.clock.monotonic_at(document["next"])
         wait_s = next_s - time.monotonic()
@@ -84,23 +84,19 @@ class TickerThread(Service):
             if wait_s > _LOOK_S:
                 return
         if not self.stopping:
-            self._try(int(document["interval_ms"]))
+            self._try(document)
 
-    def _try(self, interval_ms: int) -> None:
+    def _try(self, document: Document) -> None:
+        interval_ms, number = int(document["interval_ms"]), int(document["number"])
         token = uuid.uuid4().hex
         self._token = token
-        _, changed = self._store.write(statements.tick(self._id, interval_ms, token))
+        _, changed = self._store.write(statements.tick(self._id, interval_ms, number, token))
         self._token = None
-        if not changed:
+        if changed:
+            self._deliver(Tick(number + 1, document["next"]))
+        else:
             # Another has won it, or it is due a moment later.
             self.pause(0.002)
-            return
-        document = self._store.read_one(statements.ticker(self._id))
-        if document is not None:
-            self._win(document)
-
-    def _win(self, document: Document) -> None:
-        self._deliver(Tick(int(document["number"]), self._store.clock.now()))
 
     def request_stop(self) -> None:
         super().request_stop()

@@ -91,6 +91,7 @@ class Caller(threading.Thread):
             self.faults.append(f"{key} {what}")
 
 
+@pytest.mark.timeout(MINUTES * 60 + 300)
 def test_pool_soak(  # noqa: PLR0912, PLR0915 - one story
     server_uri: str, database: Database[Document]
 ) -> None:

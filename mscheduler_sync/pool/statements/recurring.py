@@ -50,13 +50,13 @@ def _following(interval_ms: int) -> x.Expr:
     return x.date_plus("$next", steps)
 
 
-def tick(ticker_id: str, interval_ms: int, token: str) -> Write:
+def tick(ticker_id: str, interval_ms: int, number: int, token: str) -> Write:
     """
-    Win the tick that is due, if any; missed ones count as one.
+    Win the tick after *number* if it is due; missed ones count as one.
     """
     return Write(
         "tickers",
-        {"_id": ticker_id, "interval_ms": interval_ms},
+        {"_id": ticker_id, "interval_ms": interval_ms, "number": number},
         only_if(
             {"$lte": ["$next", x.NOW]},
             {
