@@ -40,7 +40,6 @@ from mscheduler_sync.settings import Duration, choice, seconds, text, whole
 _FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
 #: Documents of one bulk insert, and keys of one query.
 _INSERT_CHUNK, _KEY_CHUNK = 500, 100
-_MANY_RETRIES: Final = 5
 
 
 #: `Producer` has a method of this name.
@@ -267,13 +266,11 @@ class Producer:
     def _insert_many(
         self, documents: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[bool], Mapping[int, str]]:
-        for _ in range(_MANY_RETRIES):
-            try:
-                return self._store.insert_many(documents)
-            except StoreUnavailable:
-                # The same documents again: the _id says which of them were stored.
-                continue
-        return self._store.insert_many(documents)
+        try:
+            return self._store.insert_many(documents)
+        except StoreUnavailable:
+            # The same documents again: the _id says which of them were stored.
+            return self._store.insert_many(documents)
 
     def _insert(self, document: Mapping[str, Any]) -> bool:
         try:

@@ -27,6 +27,8 @@ _log = logger("store")
 _Item = TypeVar("_Item")
 
 _DUPLICATE_KEY: Final = 11000
+#: A bulk of inserts may take longer than other calls, in seconds.
+_MANY_TIMEOUT_S: Final = 20.0
 
 
 @attrs.frozen
@@ -159,7 +161,7 @@ class TaskStore(ServerCalls):
         inserted = [True] * len(documents)
         errors: dict[int, str] = {}
         try:
-            with self._call(60.0):
+            with self._call(_MANY_TIMEOUT_S):
                 self._collection.bulk_write(
                     [InsertOne(document) for document in documents],  # type: ignore[arg-type]
                     ordered=False,
