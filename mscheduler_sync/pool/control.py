@@ -81,6 +81,7 @@ class Control(Service):
         self._next_poll_s = 0.0
         self._next_scan_s = 0.0
         self._next_reap_s = 0.0
+        self._is_told_closed = False
         self._refresh_wanted = False
         self._look_wanted = True
         self._retiring: list[str] = []
@@ -154,7 +155,9 @@ class Control(Service):
         seen = self._view.refresh()
         self._next_poll_s = time.monotonic() + self._poll_interval_s
         if seen.state != statements.OPEN:
-            self._on_closed()
+            if not self._is_told_closed:
+                self._is_told_closed = True
+                self._on_closed()
             return
         if seen.ring.epoch != before:
             self._pending.look_again()

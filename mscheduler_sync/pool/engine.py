@@ -109,7 +109,7 @@ class Engine:
             reaper=self._reaper,
             crew=self.membership.crew,
             is_streaming=self.is_streaming,
-            on_closed=self._once(on_pool_closed),
+            on_closed=on_pool_closed,
             tidy=self.membership.tidy,
             on_crash=on_crash,
         )
@@ -136,17 +136,6 @@ class Engine:
         # Replaced under _recurring_lock, never changed.
         #: Tickers and schedules: stopped before anything else at a close.
         self.recurring: list[Service] = []
-
-    @staticmethod
-    def _once(call: Callable[[], None]) -> Callable[[], None]:
-        asked = threading.Event()
-
-        def once() -> None:
-            if not asked.is_set():
-                asked.set()
-                call()
-
-        return once
 
     # -- starting ----------------------------------------------------------------------------
 
