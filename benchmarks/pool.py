@@ -73,9 +73,12 @@ def nodes(uri: str, database: str, count: int, ttl_s: float = 30.0) -> Iterator[
     try:
         yield processes
     finally:
+        # Gently: dead workers would stay in the ring until their leases end.
         for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(20)
             process.kill()
-            process.join()
 
 
 def wait(condition: Callable[[], object]) -> float:
@@ -117,6 +120,7 @@ def takeover(uri: str, database: Database[Any], client: Node) -> None:
             times.append(wait(gone))
             for key in client.job_keys():
                 client.stop_job(key, wait=True)
+            wait(lambda: len(client.pool_workers()) == 2)
     print(
         f"takeover after SIGKILL, lease {TTL_S:g} s: "
         f"{', '.join(f'{one:.2f}' for one in times)} s (goal: {TTL_S + 1:g})"
