@@ -46,6 +46,8 @@ NOT_PARSED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_
 THREADS = 4
 LEASE_S, HEARTBEAT_S = 6.0, 1.0
 VICTIM = "worker-2"
+#: In Python 3.11 two threads inside ast.parse now and then make it fail with a SystemError.
+one_at_a_time = threading.Lock()
 #: With fewer files than this everything is done too soon.
 FEWEST = 50
 #: Without any task finished for so long, something is wrong.
@@ -60,7 +62,9 @@ def parse(params: dict[str, str]) -> dict[str, Any]:
     The task: what is in one source file? Repeating it does no harm, as every task should.
     """
     source = (STDLIB / params["path"]).read_bytes()
-    nodes = Counter(type(node) for node in ast.walk(ast.parse(source)))
+    with one_at_a_time:
+        tree = ast.parse(source)
+    nodes = Counter(type(node) for node in ast.walk(tree))
     return {
         "lines": len(source.splitlines()),
         "tokens": sum(1 for _ in tokenize.tokenize(io.BytesIO(source).readline)),
@@ -168,6 +172,13 @@ def check(producer: Producer, paths: Sequence[str], took_s: float, screen: Scree
     attempts = [attempt for task in stored for attempt in task.attempts]
     by_worker = Counter(attempt.worker_id for attempt in attempts if attempt.succeeded_at)
     takeovers = sum(1 for task in stored if takeover(task) is not None)
+    # An overloaded machine may keep a living worker from its heartbeats; that is seen here.
+    other_failures = [
+        f"{task.key}, {attempt.worker_id}: {(attempt.fail_reason or '').partition(chr(10))[0]}"
+        for task in stored
+        for attempt in task.attempts
+        if attempt.failed_at and attempt.worker_id != VICTIM
+    ]
 
     screen.say("")
     for name, total in totals.items():
@@ -175,6 +186,8 @@ def check(producer: Producer, paths: Sequence[str], took_s: float, screen: Scree
         screen.say(f"  {name:<10}{total:>10,}  {agrees}")
     screen.say(f"  {'results':<10}{len(paths):>10,}  {len(differences)} differ from those here")
     screen.say(f"  {'attempts':<10}{len(attempts):>10,}  {takeovers} taken over from {VICTIM}")
+    for failure in other_failures:
+        screen.say(f"  also failed: {failure}")
     for worker_id, successes in sorted(by_worker.items()):
         screen.say(f"  {worker_id:<10}{successes:>10,}  tasks")
     screen.say(f"  {'seconds':<10}{took_s:>10.1f}  {len(paths) / took_s:.0f} tasks a second")
