@@ -1,13 +1,16 @@
 """
-The memory of a consumer: per running task, and per task that waits in its queue.
+What tasks weigh: in a consumer's memory, running or waiting in its queue; in the database.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+import bson
+
 from benchmarks.crew import Crew
 from benchmarks.figures import Row
+from benchmarks.measures.growth import finished_and_future
 from benchmarks.setting import Bench, params_of
 from benchmarks.standby import bare_threads, hold_memory
 from mscheduler_sync import Producer
@@ -19,6 +22,24 @@ _KIB: Final = 1024
 
 
 def run(bench: Bench) -> list[Row]:
+    return [*_in_the_consumer(bench), *_in_the_database(bench)]
+
+
+def _in_the_database(bench: Bench) -> list[Row]:
+    with Crew(1) as crew:
+        finished, waiting = finished_and_future(bench, crew)
+    return [
+        Row(
+            measure=MEASURE,
+            name=f"document of a {name} task, small params",
+            unit="bytes",
+            ours=float(len(bson.encode(document))),
+        )
+        for name, document in (("waiting", waiting), ("finished", finished))
+    ]
+
+
+def _in_the_consumer(bench: Bench) -> list[Row]:
     bench.say(f"memory of {_RUNNING} running and {_WAITING:,} waiting tasks")
     with bench.database() as name, Crew(2) as crew:
         producer = Producer(bench.tasks(name))

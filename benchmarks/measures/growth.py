@@ -77,24 +77,30 @@ def _add_others(bench: Bench, crew: Crew, name: str, size: int) -> None:
     collection = bench.tasks(name)
     # The first send makes the indexes.
     Producer(collection).send("0", params_of(0), delay=_TEN_YEARS_S)
-    future = _only(collection)
-    with bench.database() as scratch:
-        fill(bench, scratch, range(1))
-        crew.race(1, drain, bench.uri, scratch, 1, False)
-        finished = _only(bench.tasks(scratch))
     collection.delete_many({})
+    models = finished_and_future(bench, crew)
     for start in range(0, size, _CHUNK):
         collection.insert_many(
             [
-                {
-                    **(finished if number % 2 else future),
-                    "_id": ObjectId(),
-                    "key": f"{_OTHERS}{number:08d}",
-                }
+                {**models[number % 2], "_id": ObjectId(), "key": f"{_OTHERS}{number:08d}"}
                 for number in range(start, min(start + _CHUNK, size))
             ],
             ordered=False,
         )
+
+
+def finished_and_future(bench: Bench, crew: Crew) -> tuple[Document, Document]:
+    """
+    Return the documents of a task that has succeeded, and of one that is far in the future.
+    """
+    with bench.database() as name:
+        collection = bench.tasks(name)
+        fill(bench, name, range(1))
+        crew.race(1, drain, bench.uri, name, 1, False)
+        finished = _only(collection)
+        collection.delete_many({})
+        Producer(collection).send("0", params_of(0), delay=_TEN_YEARS_S)
+        return finished, _only(collection)
 
 
 def _only(collection: Collection[Document]) -> Document:
