@@ -121,10 +121,20 @@ class Rule:
         # All under _lock.
         self._left = list(faults)
         self._flying: dict[int, Fault] = {}
+        self._is_held = False
         self._done = threading.Event()
 
+    def hold(self) -> None:
+        """
+        Do nothing until `release`.
+        """
+        self._is_held = True
+
+    def release(self) -> None:
+        self._is_held = False
+
     def before(self, part: str, event: CommandStartedEvent) -> None:
-        if part != self._part or event.command_name != self._command:
+        if self._is_held or part != self._part or event.command_name != self._command:
             return
         if not self._when(event.command):
             return
@@ -305,6 +315,7 @@ class Scene:
             poke.join()
 
     def function(self, params: Any, context: TaskContext) -> Any:
+        is_first = context.key not in self.contexts
         self.contexts[context.key] = context
         with self.witness.running(context):
             for step in params["do"].split():
@@ -313,7 +324,7 @@ class Scene:
                 elif step == "meet":
                     self._meeting.wait(30)
                 else:
-                    play_step(step, context)
+                    play_step(step, context, is_first=is_first)
             return params.get("value")
 
     def send(self, key: str, do: str = "return", *, value: object = None, **options: Any) -> None:

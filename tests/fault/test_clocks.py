@@ -134,11 +134,11 @@ def test_a_worker_with_a_wrong_clock(scene: Scene, wrong: WorkerProcess) -> None
     scene.send("its", "wait", worker_ids=["wrong"], **SHORT)
     wrong.wait_said("began", key="its")
     # Both may be taken over by anybody, once their leases have lapsed.
-    scene.producer.update("its", {"do": "wait"}, **SHORT)
+    scene.producer.update("its", {"do": "wait"}, worker_ids=[])
     with scene.consuming():
         scene.send("ours", "wait", worker_ids=["one"], **SHORT)
         scene.witness.wait_begun("ours")
-        scene.producer.update("ours", {"do": "wait"}, **SHORT)
+        scene.producer.update("ours", {"do": "wait"}, worker_ids=[])
 
         def beaten() -> bool:
             attempts = [

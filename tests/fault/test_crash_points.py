@@ -112,25 +112,27 @@ def test_a_crash_leaves_the_other_tasks_of_the_worker_claimable(
     Every task of a dead worker comes back by itself, each charged once (B07, B25, B32, B35).
     """
     keys = [f"task-{n}" for n in range(6)]
-    with worker_process(server_uri, database.name, "dies", max_workers=6) as worker:
+    with (
+        scene.consuming(max_workers=0) as consumer,
+        worker_process(server_uri, database.name, "dies", max_workers=6) as worker,
+    ):
         for key in keys:
             scene.send(key, "wait", lease=LEASE_S, heartbeat=0.4)
         for key in keys:
             scene.witness.wait_begun(key)
-        # Long after its start, so that no threshold of then could matter (B15).
+        # Long after the start of the other, whose look at the time must not be of then (B15).
         wait_until(
             lambda: all(
-                attempt["ping_expire_time"] - attempt["claim_time"]
-                > 2 * dt.timedelta(seconds=LEASE_S)
+                one["ping_expire_time"] - one["claim_time"] > 2 * dt.timedelta(seconds=LEASE_S)
                 for row in database.tasks.find()
-                for attempt in attempts_of(row)
+                for one in attempts_of(row)
             ),
             "all leases were renewed more than once",
         )
         worker.kill()
-    # Whatever else might know of the worker: there is nothing but the tasks themselves.
-    assert set(database.list_collection_names()) == {"tasks", "witness"}
-    with scene.consuming():
+        # Whatever else might know of the worker: there is nothing but the tasks themselves.
+        assert set(database.list_collection_names()) == {"tasks", "witness"}
+        consumer.max_workers = 2
         for key in keys:
             scene.gate(key).set()
         for key in keys:

@@ -27,6 +27,7 @@ from tests.fault.scene import (
     TRANSIENT,
     UNCONFIRMED,
     Fault,
+    Rule,
     Scene,
     blocked,
     scene_on,
@@ -132,29 +133,47 @@ def test_a_fault_with_retryable_writes(retrying: Scene, part: Part, fault: Fault
 
 def play(scene: Scene, part: Part, faults: list[Fault]) -> None:
     """
-    Run one task while *part* meets *faults*.
+    Run tasks until *part* has met *faults*: one, unless another part's command got in between.
     """
     options = SHORT if BLOCKED in faults or part.thread == "beat" else {}
+    rule = scene.app.hit(part.thread, part.command, *faults, when=part.only)
+    if part.sent != "before the start":
+        rule.hold()
+    keys: list[str] = []
     with contextlib.ExitStack() as stack:
-        if part.sent != "before the start":
-            consumer = stack.enter_context(scene.consuming())
-            wait_until(lambda: consumer.health().discovery == "stream", "the stream is open")
-        if part.sent in {"while it runs", "at its end"}:
-            scene.send("task", "wait", **options)
-            scene.witness.wait_begun("task")
-        rule = scene.app.hit(part.thread, part.command, *faults, when=part.only)
         if part.sent == "before the start":
             scene.send("task", **options)
-            stack.enter_context(scene.consuming(poll_interval=0.1))
-        elif part.sent == "idle":
-            scene.send("task", **options)
-        elif part.sent == "at its end":
-            scene.gate("task").set()
-        rule.wait_done()
-        scene.gate("task").set()
-        scene.wait_status("task", "succeeded")
+        consumer = stack.enter_context(scene.consuming(poll_interval=0.1))
+        if part.sent == "before the start":
+            rule.wait_done()
+            scene.wait_status("task", "succeeded")
+            keys.append("task")
+        else:
+            assert consumer.wait_started(10)
+            wait_until(lambda: consumer.health().discovery == "stream", "the stream is open")
+        while not rule.done and len(keys) < 5:
+            keys.append(f"task-{len(keys)}")
+            run_one(scene, part, rule, keys[-1], options)
+        rule.wait_done(0)
         scene.settled()
-        assert scene.witness.count("task") == 1
+        assert [scene.witness.count(key) for key in keys] == [1] * len(keys)
+
+
+def run_one(scene: Scene, part: Part, rule: Rule, key: str, options: Mapping[str, Any]) -> None:
+    """
+    Run one task, with the fault let loose when *part* sends its command.
+    """
+    if part.sent == "idle":
+        rule.release()
+        scene.send(key, **options)
+    else:
+        scene.send(key, "wait", **options)
+        scene.witness.wait_begun(key)
+        rule.release()
+        if part.sent == "while it runs":
+            rule.wait_done()
+        scene.gate(key).set()
+    scene.wait_status(key, "succeeded")
 
 
 def test_the_outcome_is_refused_many_times(scene: Scene) -> None:

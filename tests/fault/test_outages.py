@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,8 +175,9 @@ def test_an_outage_in_every_state(
         for scene, keys in ended.items():
             for key in keys:
                 scene.wait_status(key, "succeeded")
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(all_parts_work, [idle, busy, starting]))
         for scene in (idle, busy, starting):
-            all_parts_work(scene)
             scene.settled()
     draining.invariants.check()
     # What ended during the outage is not done again, however long it lasted.
@@ -256,9 +258,10 @@ def test_a_stop_without_a_server(
         with scene.consuming(worker_id="next"):
             scene.wait_status("task", "succeeded")
             scene.settled()
-    counts = [scene_of[name].witness.count("task") for name in names[1:]]
-    # The function that had ended is the price of a stop that could not store its outcome.
-    assert counts == [2, 2, 1, 1]
+    counts = {name: scene_of[name].witness.count("task") for name in names[1:]}
+    # An outcome that could not be stored in time: once more, unless its last try came through.
+    assert counts.pop("ended") in {1, 2}
+    assert counts == {"running": 2, "claiming": 1, "starting": 1}
 
 
 def test_no_part_sleeps_on(scenes: Callable[[str], Scene]) -> None:

@@ -149,11 +149,11 @@ def worker_process(
         process.close()
 
 
-def play_step(step: str, context: TaskContext) -> None:
+def play_step(step: str, context: TaskContext, *, is_first: bool) -> None:
     """
-    Take one step of a function. Those that end in ``-first`` are for the first attempt only.
+    Take one step of a function. Those that end in ``-first`` are for its first run only.
     """
-    if step.endswith("-first") and context.attempt > 1:
+    if step.endswith("-first") and not is_first:
         return
     what = step.removesuffix("-first")
     if what == "raise":
@@ -184,19 +184,23 @@ class Worker:
         self._witness_client: MongoClient[Document] = MongoClient(settings["witness_uri"])
         self._witness = Witness(self._witness_client[settings["database"]].witness)
         self._gates: dict[str, threading.Event] = {}
+        self._seen: set[str] = set()
         self._lock = threading.Lock()
         tasks = self._client[settings["database"]].tasks
         self.producer = Producer(tasks)
         self.consumer = Consumer(tasks, self.function, **settings["options"])
 
     def function(self, params: Any, context: TaskContext) -> Any:
+        with self._lock:
+            is_first = context.key not in self._seen
+            self._seen.add(context.key)
         with self._witness.running(context):
             self.say("began", key=context.key, attempt=context.attempt)
             for step in params["do"].split():
                 if step == "wait":
                     self._wait_for_gate(context)
                 else:
-                    play_step(step, context)
+                    play_step(step, context, is_first=is_first)
             return params.get("value")
 
     def _wait_for_gate(self, context: TaskContext) -> None:
