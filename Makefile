@@ -26,7 +26,7 @@ install: ## Make .venv with the library and the tools, unless it is up to date
 	@set -e; \
 	wanted="$$($(PYTHON) -c "$$DESCRIBE")"; \
 	if [ "$$(cat $(VENV)/.installed 2>/dev/null)" != "$$wanted" ]; then \
-		echo "installing into $(VENV): Python $${wanted%% *}"; \
+		echo "installing into $(VENV) (a minute or two): Python $${wanted%% *}"; \
 		case "$$(cat $(VENV)/.installed 2>/dev/null)" in "$${wanted% *} "*) ;; *) rm -rf $(VENV) ;; esac; \
 		rm -f $(VENV)/.installed; \
 		$(PYTHON) -m venv $(VENV); \

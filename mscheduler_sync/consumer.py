@@ -397,6 +397,7 @@ class Consumer:
             queue=self._queue,
             running=self._running,
             writer=self._parts.writer if self._parts is not None else None,
+            candidates=self._parts.candidates if self._parts is not None else None,
             store=self._store,
         )
 

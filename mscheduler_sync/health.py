@@ -13,6 +13,7 @@ import attrs
 from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.service import PartHealth, Service
 from mscheduler_sync._runtime.slots import Slots
+from mscheduler_sync._stages.candidates import Candidates
 from mscheduler_sync._stages.outcome import OutcomeWriter
 from mscheduler_sync._stages.running import RunningAttempts
 from mscheduler_sync._stages.watcher import Watcher
@@ -53,6 +54,8 @@ class Health:
     #: Found tasks in memory, and how many of them are due.
     queue_length: int
     queue_due: int
+    #: Documents that cannot be handled and were left alone within the last minute.
+    set_aside: int
     #: Outcomes that are not stored yet.
     outcomes_waiting: int
     last_event_age: float | None
@@ -83,6 +86,7 @@ def take_health(
     queue: DelayQueue,
     running: RunningAttempts,
     writer: OutcomeWriter | None,
+    candidates: Candidates | None,
     store: TaskStore,
 ) -> Health:
     now_s = time.monotonic()
@@ -109,6 +113,7 @@ def take_health(
         stuck=tuple(running.stuck_keys()),
         queue_length=len(queue),
         queue_due=queue.count_due(),
+        set_aside=candidates.set_aside_count if candidates is not None else 0,
         outcomes_waiting=writer.backlog if writer is not None else 0,
         last_event_age=age(watcher.last_event_at_s) if watcher is not None else None,
         stream_age=age(watcher.last_opened_at_s)

@@ -207,7 +207,7 @@ def read_task(document: RawBSONDocument, options: CodecOptions[Any]) -> Task:
     try:
         params = codec.thaw(document, "params", options)
         progress = codec.thaw(document, "progress", options)
-    except (BSONError, ValueError, OverflowError, UnicodeDecodeError) as error:
+    except Exception as error:  # an application's own decoder may raise anything
         raise InvalidTask(key, "params", f"cannot be decoded: {error}") from error
     _, state = _part(fields, "task_state")
     cancel = fields.get("cancel")
@@ -356,6 +356,17 @@ def derive(fields: Mapping[str, Any], attempts: tuple[Attempt, ...]) -> tuple[St
     lease_ends = [attempt.lease_end for attempt in running if attempt.lease_end is not None]
     if is_cancelled or is_spent or succeeded + len(running) >= options.concurrency:
         return status, min(lease_ends, default=EPOCH)
-    retry_delay = dt.timedelta(seconds=options.retry_delay)
-    retries = [a.retry_at or a.failed_at + retry_delay for a in failed if a.failed_at is not None]
+    retries = [at for a in failed if (at := _retry_at(fields, a, options)) is not None]
     return status, min([max([start_at, *retries]), *lease_ends])
+
+
+def _retry_at(
+    fields: Mapping[str, Any], failure: Attempt, options: TaskOptions
+) -> dt.datetime | None:
+    if failure.retry_at is not None or failure.failed_at is None:
+        return failure.retry_at
+    try:
+        return failure.failed_at + dt.timedelta(seconds=options.retry_delay)
+    except OverflowError as error:
+        problem = f"{failure.failed_at} leads beyond the year 9999"
+        raise InvalidTask(fields.get("key"), "task_state.worker_states", problem) from error

@@ -21,6 +21,7 @@ from pymongo.collection import Collection
 from mscheduler_sync import model
 from mscheduler_sync._storage import codec, statements
 from mscheduler_sync._storage import expressions as x
+from mscheduler_sync._storage.calls import CALL_TIMEOUT_S
 from mscheduler_sync._storage.sending import OPTION_NAMES, IfExists, IfRunning, SendOptions
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import (
@@ -38,6 +39,8 @@ from mscheduler_sync.settings import Duration, choice, seconds, text, whole
 
 #: `result` asks again after this long, growing, in seconds.
 _FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
+#: A producer makes sure of the indexes this often, in seconds: collections get dropped.
+_INDEXES_AGE_S: Final = 60.0
 #: Documents of one bulk insert, and keys of one query.
 _INSERT_CHUNK, _KEY_CHUNK = 500, 100
 
@@ -78,7 +81,7 @@ class Producer:
     Sends tasks to one collection. Thread-safe; may live at module level; survives a fork.
 
     Does no I/O when made; the indexes are created at the first send, once per process.
-    Every call blocks for at most 10 seconds per round trip and then raises
+    Every call blocks for at most 10 seconds per round trip (a write is tried twice) and then raises
     `StoreUnavailable`; a send that raised it may be repeated with the same key.
 
     Raises:
@@ -211,13 +214,16 @@ class Producer:
             StoreUnavailable, StoreRejected: The database did not, or would not, do it; sending
                 the same items again is safe.
         """
+        if isinstance(items, (str, bytes, Mapping)):
+            msg = f"items must be (key, params) pairs, got {items!r:.200}"
+            raise TypeError(msg)
         common = SendOptions.checked(**_known_options(options))
         prepared: list[tuple[str, object, SendOptions] | SendResult] = []
         for item in items:
             try:
                 prepared.append(self._prepared(item, common, options))
             except (TypeError, ValueError) as error:
-                key = item[0] if isinstance(item, (tuple, list)) and item else None
+                key = item[0] if isinstance(item, (tuple, list)) and item else item
                 shown = key if isinstance(key, str) else repr(key)[:200]
                 prepared.append(SendResult(shown, False, False, None, error))
         self._ready()
@@ -303,11 +309,10 @@ class Producer:
                 return self._send_again(key, params, options, session)
             return SendResult(key, False, False, _status(document))
         send_id = uuid.uuid4().hex
-        wants_start = options.wants_time or options.if_exists == "rerun"
         statement = statements.resend(
             key,
             send_id,
-            start_time=options.start_time(self._store.clock.now()) if wants_start else None,
+            start_time=options.start_time(self._store.clock.now()) if options.wants_time else None,
             replace=None if keeps else options.replacement(params, given),
             rerun=options.if_exists == "rerun",
             only_if_idle=guarded,
@@ -558,7 +563,10 @@ class Producer:
         pause_s = _FIRST_POLL_S
         waiter = threading.Event()
         while True:
-            document = self._store.find_task(key, {"params": 0})
+            left_s = max(_FIRST_POLL_S, deadline_s - time.monotonic())
+            document = self._store.find_task(
+                key, {"params": 0}, timeout_s=min(CALL_TIMEOUT_S, left_s)
+            )
             if document is None:
                 raise TaskNotFound(key)
             task = self._read(document)
@@ -623,7 +631,7 @@ class Producer:
         with self._ready_lock:
             self._store.measure_clock()
             if not in_transaction:
-                self._store.ensure_indexes()
+                self._store.ensure_indexes(max_age_s=_INDEXES_AGE_S)
 
     def __repr__(self) -> str:
         return f"Producer({self._store.full_name!r})"

@@ -78,7 +78,7 @@ class Assembly:
         self._slots = slots
         self._running = running
         lanes = Lanes(worker_id, names)
-        candidates = Candidates(queue, lambda: store.clock, hub)
+        self.candidates = candidates = Candidates(queue, lambda: store.clock, hub)
         self.writer = OutcomeWriter(
             store,
             worker_id,
@@ -173,7 +173,9 @@ class Assembly:
         unstored = [key for key in self.writer.unstored() if key not in left]
         report = StopReport(
             finished=tuple(finished),
-            released=tuple(key for key in released if key not in unstored),
+            released=tuple(
+                key for key in [*released, *self.writer.claims_given_back] if key not in unstored
+            ),
             abandoned=tuple(left),
             unstored=tuple(unstored),
             threads=tuple(

@@ -129,6 +129,12 @@ class Candidates:
             )
             self._hub.publish(TaskSetAside(key=key, reason=reason))
 
+    @property
+    def set_aside_count(self) -> int:
+        with self._lock:
+            self._set_aside.expire()
+            return len(self._set_aside)
+
     def is_set_aside(self, key: str) -> bool:
         with self._lock:
             return key in self._set_aside

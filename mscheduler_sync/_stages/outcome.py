@@ -98,6 +98,8 @@ class OutcomeWriter(Service):
         self._on_settled = on_settled
         self._on_failure = on_failure
         self._changed = threading.Condition()
+        #: Keys of claims that a stop gave back before they became attempts; this thread adds.
+        self.claims_given_back: list[str] = []
         # Both under _changed.
         self._pending: list[_Pending] = []
         self._writing: list[_Pending] = []
@@ -299,6 +301,8 @@ class OutcomeWriter(Service):
             why = outcome.why if isinstance(outcome, Released) else "snoozed"
             _log.info("an attempt was released", extra={"event": "released", "why": why, **fields})
             self._hub.publish(AttemptReleased(key=key, running_id=pending.running_id, why=why))
+            if pending.attempt is None and why == "shutdown":
+                self.claims_given_back.append(key)
         elif isinstance(outcome, Succeeded):
             _log.info("a task succeeded", extra={"event": "succeeded", **fields})
             self._hub.publish(MarkSuccess(key=key))
@@ -394,10 +398,10 @@ def _statement(group: Sequence[_Pending]) -> Update:
         return statements.fail(refs, failures, progress=progress)
     if isinstance(first, Snoozed):
         delays = [round(p.outcome.delay_s * 1000) for p in group if isinstance(p.outcome, Snoozed)]
-        return statements.snooze(refs, delays)
+        return statements.snooze(refs, delays, progress=progress)
     if isinstance(first, Interrupted):
-        return statements.mark_interrupted(refs)
-    return statements.release(refs)
+        return statements.mark_interrupted(refs, progress=progress)
+    return statements.release(refs, progress=progress)
 
 
 def _verdict(pending: _Pending, attempts: Sequence[Attempt]) -> Verdict:

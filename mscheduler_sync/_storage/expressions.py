@@ -61,6 +61,14 @@ _MAX_ATTEMPTS: Final[Expr] = {
 }
 
 
+def _is_date(path: str) -> Expr:
+    return {"$eq": [{"$type": path}, "date"]}
+
+
+def _date_or_null(path: str) -> Expr:
+    return {"$cond": [_is_date(path), path, None]}
+
+
 def literal(value: object) -> Expr:
     """
     Protect *value* from being read as a path or an expression.
@@ -184,12 +192,30 @@ def derive(
     # A failure written by a Rust worker has no retry time of its own.
     crate_retry_time: Expr = {
         "$cond": [
-            {"$eq": [{"$type": "$$e.fail_time"}, "date"]},
+            _is_date("$$e.fail_time"),
             date_plus("$$e.fail_time", number_at("task_option.unexpected_retry_delay_ms")),
             None,
         ]
     }
-    retry_times = attempts_mapped({"$ifNull": ["$$e.retry_time", crate_retry_time]}, source="$$bad")
+    retry_times = attempts_mapped(
+        {"$cond": [_is_date("$$e.retry_time"), "$$e.retry_time", crate_retry_time]}, source="$$bad"
+    )
+    # What is no date ends a lease at once: the due time is always a date.
+    lease_ends = attempts_mapped(
+        {
+            "$cond": [
+                {
+                    "$and": [
+                        _has("$$e.ping_expire_time"),
+                        {"$not": [_is_date("$$e.ping_expire_time")]},
+                    ]
+                },
+                EPOCH,
+                {"$ifNull": ["$$e.ping_expire_time", None]},
+            ]
+        },
+        source="$$open",
+    )
     is_final = {"$in": [True, attempts_mapped({"$eq": ["$$e.final", True]}, source="$$bad")]}
     counted = {
         "ok": {"$size": attempts_where(E_SUCCEEDED)},
@@ -202,7 +228,7 @@ def derive(
         "spent": {"$or": [{"$gte": [{"$size": "$$bad"}, _MAX_ATTEMPTS]}, is_final]},
         "ready": {"$max": ["$task_state.start_time", {"$max": retry_times}]},
         "held": {"$size": "$$open"},
-        "ends": {"$min": attempts_mapped("$$e.ping_expire_time", source="$$open")},
+        "ends": {"$min": lease_ends},
     }
     free = {
         "$not": [
@@ -244,9 +270,10 @@ def derive(
             {"$in": ["$$status", list(TERMINAL)]},
             {
                 "$max": [
-                    {"$max": attempts_mapped("$$e.success_time")},
-                    {"$max": attempts_mapped("$$e.fail_time")},
-                    "$cancel.time",
+                    {"$max": attempts_mapped(_date_or_null("$$e.success_time"))},
+                    {"$max": attempts_mapped(_date_or_null("$$e.fail_time"))},
+                    _date_or_null("$cancel.time"),
+                    EPOCH,
                 ]
             },
             None,

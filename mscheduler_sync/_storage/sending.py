@@ -5,6 +5,8 @@ The checked options of a send, and the document they make.
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
+import uuid
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final, Literal
 
@@ -205,8 +207,11 @@ class SendOptions:
             "keep_ms": self.keep_ms,
         }
         return {
-            # The driver would add one; being ours, it tells after a lost reply whose insert it was.
-            "_id": ObjectId(),
+            # Made of the key: two tasks under one key are impossible even where the unique index
+            # is missing for a while (a collection that was dropped, a missing privilege).
+            "_id": id_of(key),
+            # After a lost reply it tells whose insert it was.
+            "send_id": uuid.uuid4().hex,
             "key": key,
             "params": params,
             "task_state": {
@@ -258,6 +263,13 @@ class SendOptions:
             if field is not None:
                 chosen[f"retry.{field}"] = self.retry.get(field)
         return chosen
+
+
+def id_of(key: str) -> ObjectId:
+    """
+    The ``_id`` of a new task: the first 12 bytes of the key's SHA-256.
+    """
+    return ObjectId(hashlib.sha256(key.encode()).digest()[:12])
 
 
 def _ms(duration_s: float) -> int:

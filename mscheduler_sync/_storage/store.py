@@ -6,6 +6,7 @@ With `calls` the only module that talks to the driver about tasks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -53,7 +54,7 @@ class TaskStore(ServerCalls):
         self.codec_options: CodecOptions[Any] = collection.codec_options
         self._collection = trusted(collection)
         # Under _lock.
-        self._indexes_done = False
+        self._indexes_at_s = float("-inf")
 
     @property
     def full_name(self) -> str:
@@ -66,12 +67,14 @@ class TaskStore(ServerCalls):
         """
         return self._collection
 
-    def ensure_indexes(self) -> None:
+    def ensure_indexes(self, *, max_age_s: float = float("inf")) -> None:
         """
-        Create the indexes, once per process. A missing privilege costs one warning, not the work.
+        Create the indexes unless that was done within *max_age_s* seconds.
+
+        A missing privilege costs one warning, not the work.
         """
         with self._lock:
-            if self._indexes_done:
+            if time.monotonic() - self._indexes_at_s <= max_age_s:
                 return
         for keys, options in statements.INDEXES:
             try:
@@ -80,14 +83,18 @@ class TaskStore(ServerCalls):
             except (StoreRejected, DuplicateKeyError) as error:
                 self._complain_of_index(str(options["name"]), error)
         with self._lock:
-            self._indexes_done = True
+            self._indexes_at_s = time.monotonic()
 
     def _complain_of_index(self, name: str, error: Exception) -> None:
         if isinstance(error, DuplicateKeyError):
             # Not slower but wrong: two tasks under one key.
             _log.error(
                 "several documents have the same key; mend the collection",
-                extra={"event": "duplicate_keys", "index": name},
+                extra={
+                    "event": "duplicate_keys",
+                    "index": name,
+                    "collection": self.full_name,
+                },
             )
         elif self._complaints.is_new("indexes"):
             _log.warning(
@@ -100,7 +107,7 @@ class TaskStore(ServerCalls):
         Create the indexes again at the next chance: the collection was dropped or replaced.
         """
         with self._lock:
-            self._indexes_done = False
+            self._indexes_at_s = float("-inf")
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -122,9 +129,10 @@ class TaskStore(ServerCalls):
         key: str,
         projection: Mapping[str, Any] | None = None,
         *,
+        timeout_s: float = CALL_TIMEOUT_S,
         session: ClientSession | None = None,
     ) -> RawBSONDocument | None:
-        with self._call(session=session):
+        with self._call(timeout_s, session=session):
             return self._collection.find_one(statements.task(key), projection, session=session)
 
     def count(self, condition: Mapping[str, Any]) -> int:
@@ -135,9 +143,9 @@ class TaskStore(ServerCalls):
 
     def insert(self, document: Mapping[str, Any]) -> bool:
         """
-        Insert a new task with its own ``_id``; return False where the key is taken.
+        Insert a new task; return False where the key is taken.
 
-        An unknown outcome is settled by trying again: the ``_id`` says whose it is.
+        An unknown outcome is settled by trying again: ``send_id`` says whose it is.
         """
         try:
             with self._call():
@@ -179,8 +187,8 @@ class TaskStore(ServerCalls):
         return inserted, errors
 
     def _is_mine(self, document: Mapping[str, Any]) -> bool:
-        found = self.find_task(document["key"], {"_id": 1})
-        return found is not None and found["_id"] == document["_id"]
+        found = self.find_task(document["key"], {"send_id": 1})
+        return found is not None and found.get("send_id") == document["send_id"]
 
     def update(
         self,

@@ -543,7 +543,6 @@ def test_a_claim_settles_every_kind_of_expired_attempt(table: Table) -> None:
     assert max(released) > 1
 
 
-@pytest.mark.xfail(reason="a success beside which a failure stands does not keep its worker off")
 def test_a_worker_that_has_both_succeeded_and_failed_stays_off(
     collection: Collection[Document],
 ) -> None:
@@ -876,7 +875,6 @@ def test_sending_again(table: Table) -> None:
     table.check_repeating_changes_nothing(_make_resend, together=False, cases=table.cases[ALONE])
 
 
-@pytest.mark.xfail(reason="params that are null are removed by a resend that may not be applied")
 def test_a_refused_resend_changes_nothing(collection: Collection[Document]) -> None:
     """
     A task that runs is left as it is, to the last field, when it was to be spared.
@@ -1181,7 +1179,6 @@ def _read(document: Document, options: CodecOptions[Any] = codec.ENVELOPE) -> mo
     return model.read_task(RawBSONDocument(bson.encode({"key": "k", **document})), options)
 
 
-@pytest.mark.xfail(reason="a time beyond Python's years overflows while the due time is derived")
 def test_a_failure_at_the_end_of_time_is_read_or_refused() -> None:
     """
     A pause after a failure may lead beyond the last year that Python knows.
@@ -1208,7 +1205,6 @@ class _Broken(TypeDecoder):
         raise LookupError("no such currency")
 
 
-@pytest.mark.xfail(reason="only the driver's own errors are taken for an unreadable document")
 def test_params_that_the_application_cannot_decode_are_refused() -> None:
     """
     Whatever the application's own decoder raises: it is the document that cannot be read.
@@ -1240,7 +1236,6 @@ def test_odd_documents_are_found_without_errors(odd_table: Table) -> None:
     assert len(found) > len(odd_table.cases)
 
 
-@pytest.mark.xfail(reason="what is no date in a lease or start time becomes the due time")
 def test_the_due_time_is_always_a_date(odd_table: Table) -> None:
     """
     A due time that is no date would be found by no query.

@@ -253,6 +253,7 @@ def test_the_default_document() -> None:
     """
     document = SendOptions.checked().document("key", {"a": 1}, NOW)
     assert isinstance(document.pop("_id"), ObjectId)
+    assert isinstance(document.pop("send_id"), str)
     assert document == {
         "key": "key",
         "params": {"a": 1},
@@ -295,6 +296,7 @@ def test_a_document_with_everything() -> None:
         tags=["a", "b"],
     ).document("key", None, NOW)
     assert isinstance(document.pop("_id"), ObjectId)
+    assert isinstance(document.pop("send_id"), str)
     assert document == {
         "key": "key",
         "params": None,
@@ -342,13 +344,14 @@ def test_lanes_of_new_tasks(options: dict[str, Any], lanes: list[str]) -> None:
     assert SendOptions.checked(**options).document("key", None, NOW)["lanes"] == lanes
 
 
-def test_documents_are_never_the_same() -> None:
+def test_documents_of_one_key_exclude_each_other() -> None:
     """
-    Each document has an id of its own: it tells whose insert it was.
+    Their _id is that of the key, so that there is one; send_id tells whose insert it was.
     """
     options = SendOptions.checked()
     first, second = (options.document("key", None, NOW) for _ in range(2))
-    assert first["_id"] != second["_id"]
+    assert first["_id"] == second["_id"] != options.document("other", None, NOW)["_id"]
+    assert first["send_id"] != second["send_id"]
 
 
 def test_a_replacement_sets_every_option_and_removes_what_is_not_given() -> None:

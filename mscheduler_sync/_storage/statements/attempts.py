@@ -40,7 +40,8 @@ def claim(
     """
     keys, running_ids = _split(refs)
     mine = {"$eq": ["$$e.worker_id", x.literal(worker_id)]}
-    mine_undecided = x.attempts_where({"$and": [mine, {"$not": [x.E_FAILED]}]})
+    may_not_repeat = {"$or": [x.E_SUCCEEDED, {"$not": [x.E_FAILED]}]}
+    mine_undecided = x.attempts_where({"$and": [mine, may_not_repeat]})
     mine_failed = x.attempts_where({"$and": [mine, x.E_FAILED]})
     may = {
         "$and": [
@@ -212,20 +213,21 @@ def fail(refs: Sequence[Ref], failures: Sequence[Failure], *, progress: object =
     return _of_open_attempts(refs, {x.ATTEMPTS: attempts, **_progress(progress)})
 
 
-def release(refs: Sequence[Ref]) -> Update:
+def release(refs: Sequence[Ref], *, progress: object = None) -> Update:
     """
     Give the attempts back, unused: their elements are removed and counted.
     """
-    return _remove(refs, "released", {})
+    return _remove(refs, "released", _progress(progress))
 
 
-def snooze(refs: Sequence[Ref], delays_ms: Sequence[int]) -> Update:
+def snooze(refs: Sequence[Ref], delays_ms: Sequence[int], *, progress: object = None) -> Update:
     """
     Give the attempts back, unused, and start each task its delay from now at the earliest.
     """
     keys, _ = _split(refs)
     delay = x.one_of(delays_ms, x.position_of_task(keys))
-    return _remove(refs, "snoozed", {"task_state.start_time": x.server_now_plus(delay)})
+    facts = {"task_state.start_time": x.server_now_plus(delay), **_progress(progress)}
+    return _remove(refs, "snoozed", facts)
 
 
 def _remove(refs: Sequence[Ref], counter: str, facts: Document) -> Update:
@@ -240,14 +242,13 @@ def _remove(refs: Sequence[Ref], counter: str, facts: Document) -> Update:
     )
 
 
-def mark_interrupted(refs: Sequence[Ref]) -> Update:
+def mark_interrupted(refs: Sequence[Ref], *, progress: object = None) -> Update:
     """
     Say that a stop left the attempts behind: once a lease ends, its attempt is not counted.
     """
     _, running_ids = _split(refs)
-    return _of_open_attempts(
-        refs, {x.ATTEMPTS: x.replace_attempts(running_ids, {"interrupted": True})}
-    )
+    attempts = x.replace_attempts(running_ids, {"interrupted": True})
+    return _of_open_attempts(refs, {x.ATTEMPTS: attempts, **_progress(progress)})
 
 
 def repair(keys: Sequence[str]) -> Update:

@@ -16,7 +16,7 @@ Document = dict[str, Any]
 #: What the expressions rely on; a document that fails it is left alone.
 READABLE: Final[Document] = {
     x.ATTEMPTS: {"$type": "array"},
-    "task_state.start_time": {"$type": "date"},
+    "task_state.start_time": {"$type": "date", "$not": {"$type": "array"}},
     "task_option.concurrent_worker_cnt": {"$gte": 1, "$lte": 1_000_000},
     "task_option.worker_timeout_ms": {"$gte": 1, "$lte": x.MAX_DURATION_MS},
     "task_option.unexpected_retry_delay_ms": {"$gte": 0, "$lte": x.MAX_DURATION_MS},

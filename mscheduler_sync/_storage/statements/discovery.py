@@ -60,7 +60,6 @@ def eligible_in_shared_lanes(worker_id: str, names: Sequence[str | None] | None)
                 "$elemMatch": {
                     "worker_id": worker_id,
                     "success_time": {"$ne": None},
-                    "fail_time": None,
                 },
             }
         },

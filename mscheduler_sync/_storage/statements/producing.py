@@ -117,7 +117,8 @@ def _restriction(ids: x.Expr | None, *, rerun: bool) -> Document:
 
 
 def _unchanged(path: str) -> x.Expr:
-    return {"$ifNull": [f"${path}", "$$REMOVE"]}
+    # Not $ifNull: a null of the application's is a value to keep.
+    return {"$cond": [{"$eq": [{"$type": f"${path}"}, "missing"]}, "$$REMOVE", f"${path}"]}
 
 
 def _folded(dropped: x.Expr) -> Document:
