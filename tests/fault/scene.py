@@ -74,6 +74,8 @@ TRANSIENT = tuple(code(number, retried=True) for number in (91, 11600, 189))
 REFUSED = tuple(code(number, retried=False) for number in (8000, 13, 11601))
 FORBIDDEN = REFUSED[1]
 CLOSED = Fault("closed", {"closeConnection": True}, is_retried_by_driver=True)
+#: A server that goes away in the middle of an update of many documents.
+HALF_DONE = Fault("half done", {"closeConnection": True}, is_retried_by_driver=False)
 #: The write is done, and yet the reply is an error.
 UNCONFIRMED = Fault(
     "write concern", {"writeConcernError": {"code": 64, "errmsg": "replication timed out"}}
@@ -107,7 +109,7 @@ class Rule:
 
     def __init__(
         self,
-        arm: Callable[[Fault, str], None],
+        arm: Callable[[Fault, CommandStartedEvent], None],
         faults: Sequence[Fault],
         part: str,
         command: str,
@@ -143,7 +145,7 @@ class Rule:
                 return
             fault = self._left[0]
             self._flying[event.request_id] = fault
-        self._arm(fault, self._command)
+        self._arm(fault, event)
 
     def after(self, request_id: int, call: Call) -> None:
         with self._lock:
@@ -153,6 +155,14 @@ class Rule:
                 del self._left[0]
                 if not self._left:
                     self._done.set()
+
+    @property
+    def is_flying(self) -> bool:
+        """
+        Whether a command is on its way that will meet a fault.
+        """
+        with self._lock:
+            return bool(self._flying)
 
     @property
     def done(self) -> bool:
@@ -240,12 +250,23 @@ class App:
         self.log.rules.append(rule)
         return rule
 
-    def _arm(self, fault: Fault, command: str) -> None:
+    def _arm(self, fault: Fault, event: CommandStartedEvent) -> None:
+        if fault is HALF_DONE:
+            (update,) = event.command["updates"]
+            some = update["q"]["key"]["$in"]
+            done = {**update["q"], "key": {"$in": some[: len(some) // 2]}}
+            self._control[event.database_name][event.command["update"]].update_many(
+                done, update["u"]
+            )
         self._control.admin.command(
             {
                 "configureFailPoint": "failCommand",
                 "mode": {"times": 1},
-                "data": {"failCommands": [command], "appName": self.name, **fault.data},
+                "data": {
+                    "failCommands": [event.command_name],
+                    "appName": self.name,
+                    **fault.data,
+                },
             }
         )
 

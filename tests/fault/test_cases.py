@@ -15,9 +15,9 @@ from pymongo.database import Database
 from mscheduler_sync import Consumer, Producer, WaitOccupy
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import EXPIRED_REASON
-from tests.fault.scene import Scene, blocked
+from tests.fault.scene import Scene, blocked, stopped_in_time
 from tests.fault.workers import worker_process
-from tests.support import Document, wait_until
+from tests.support import Document, fail_point, wait_until
 
 SHORT: Mapping[str, Any] = {"lease": 1.0, "heartbeat": 0.3}
 
@@ -250,6 +250,70 @@ def test_a_stop_leaves_a_running_task_behind(scene: Scene) -> None:
     assert [a["worker_id"] for a in attempts_of(document)] == ["one"]
     assert document["counters"]["released"] == 1
     assert scene.witness.count("task") == 2
+
+
+def test_a_claim_that_is_answered_after_the_stop(scene: Scene) -> None:
+    """
+    A claim that a slow server carries out after the stop is given back, and charges nothing (B24).
+    """
+    with scene.consuming(worker_id="stops") as consumer:
+        assert consumer.wait_started(10)
+        rule = scene.app.hit("claim", "update", blocked(2500))
+        scene.send("task", max_attempts=1, **SHORT)
+        wait_until(lambda: rule.is_flying, "the claim is on its way")
+        stopped_in_time(consumer, 1, 3)
+        rule.wait_done()
+    scene.app.disarm()
+    with scene.consuming():
+        document = scene.wait_status("task", "succeeded")
+        scene.settled()
+    assert [a["worker_id"] for a in attempts_of(document)] == ["one"]
+    assert scene.witness.count("task") == 1
+
+
+def test_a_claim_that_is_carried_out_too_late(
+    scene: Scene, server_uri: str, client: MongoClient[Document], database: Database[Document]
+) -> None:
+    """
+    A claim that the server gets to after the lease would have ended does nothing (B17).
+    """
+    block = {"blockConnection": True, "blockTimeMS": 2500, "appName": "slow"}
+    with (
+        worker_process(f"{server_uri}&appName=slow", database.name, "slow") as worker,
+        fail_point(client, ["update"], {"times": 1}, **block),
+    ):
+        worker.wait_said("started")
+        scene.send("task", max_attempts=1, **SHORT)
+        worker.wait_said("WaitOccupy", key="task")
+        # Now its claim is on its way. Whoever sent it will never know.
+        threading.Event().wait(0.5)
+        worker.kill()
+        with scene.consuming(max_workers=0) as consumer:
+            wait_until(lambda: consumer.health().queue_length > 0, "it knows of the task")
+            threading.Event().wait(3)
+            (document,) = scene.tasks.find({"key": "task"})
+            assert attempts_of(document) == []
+            consumer.max_workers = 2
+            scene.wait_status("task", "succeeded")
+            scene.settled()
+    assert scene.witness.count("task") == 1
+
+
+def test_a_claim_that_is_rolled_back(scene: Scene) -> None:
+    """
+    Where the database forgets a claim (as after a failover) the function is told (B63).
+    """
+    with scene.consuming():
+        scene.send("task", "wait", **SHORT)
+        scene.witness.wait_begun("task")
+        forget = {"task_state.worker_states": [], "status": "waiting"}
+        scene.tasks.update_one({"key": "task"}, {"$set": forget})
+        assert scene.contexts["task"].cancelled.wait(10)
+        assert scene.contexts["task"].reason == "lease_lost"
+        scene.gate("task").set()
+        wait_until(lambda: scene.witness.count("task") == 2, "it runs again")
+        scene.wait_status("task", "succeeded")
+        scene.probe()
 
 
 def test_losses_of_earlier_lives_do_not_count(scene: Scene, client: MongoClient[Document]) -> None:

@@ -161,3 +161,28 @@ def test_a_short_lease_among_long_ones(scene: Scene) -> None:
         document = scene.wait_status("task", "succeeded", timeout=TAKE_OVER_S)
         scene.settled()
     assert [a["worker_id"] for a in attempts_of(document)] == ["dead", "one"]
+
+
+def test_a_worker_of_a_task_for_several_dies(
+    scene: Scene, server_uri: str, database: Database[Document]
+) -> None:
+    """
+    A task that two are to run has two successes in the end, and never three runs at a time.
+    """
+    with (
+        worker_process(server_uri, database.name, "dies") as worker,
+        scene.consuming(max_workers=0) as consumer,
+        scene.another_consumer(worker_id="two", max_workers=0) as other,
+    ):
+        scene.send("task", "wait", concurrency=2, lease=LEASE_S, heartbeat=0.4)
+        worker.wait_said("began", key="task")
+        consumer.max_workers = 2
+        scene.witness.wait_begun("task", times=2)
+        other.max_workers = 2
+        worker.kill()
+        scene.witness.wait_begun("task", times=3)
+        scene.gate("task").set()
+        document = scene.wait_status("task", "succeeded")
+        scene.settled()
+    ended = [(a["worker_id"], a["success_time"] is not None) for a in attempts_of(document)]
+    assert ended == [("dies", False), ("one", True), ("two", True)]

@@ -7,7 +7,7 @@ A proxy carries commands out and loses their replies, or cuts the network.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -16,7 +16,15 @@ from pymongo.database import Database
 
 from mscheduler_sync import AttemptLost, AttemptReleased, Producer
 from tests.fault.proxy import Proxy, proxy_to
-from tests.fault.scene import Scene, scene_on
+from tests.fault.scene import (
+    CLOSED,
+    FORBIDDEN,
+    HALF_DONE,
+    UNCONFIRMED,
+    Fault,
+    Scene,
+    scene_on,
+)
 from tests.support import Document, wait_until
 
 SHORT = {"lease": 2.0, "heartbeat": 0.5}
@@ -83,6 +91,35 @@ def test_many_outcomes_lose_their_reply(far: Scene, proxy: Proxy) -> None:
         far.settled()
     told = [(type(event), event.key) for event in events]
     assert told == [(AttemptReleased, "task-3"), (AttemptReleased, "task-7")]
+
+
+@pytest.mark.parametrize("fault", [HALF_DONE, CLOSED, UNCONFIRMED, FORBIDDEN], ids=str)
+@pytest.mark.parametrize("part", ["claim", "outcome"])
+def test_a_statement_about_many_fails(scene: Scene, part: str, fault: Fault) -> None:
+    """
+    Claims and outcomes that go together are settled one by one, also when half of them is done.
+    """
+    keys = [f"task-{number}" for number in range(6)]
+    dos = ["return", "raise-first", "retry-first"] * 2
+    scene.producer.send_many(
+        [(key, {"do": f"wait {do}"}, {"retry_delay": 0}) for key, do in zip(keys, dos, strict=True)]
+    )
+    scene.invariants.sent(*keys)
+
+    def is_about_many(command: Mapping[str, Any]) -> bool:
+        condition = command["updates"][0]["q"]["key"]
+        return isinstance(condition, dict) and len(condition["$in"]) > 1
+
+    rule = scene.app.hit(part, "update", fault, when=is_about_many)
+    with scene.consuming(max_workers=6):
+        for key in keys:
+            scene.witness.wait_begun(key)
+        scene.open_all()
+        rule.wait_done()
+        for key in keys:
+            scene.wait_status(key, "succeeded")
+        scene.settled()
+    assert [scene.witness.count(key) for key in keys] == [1, 2, 2] * 2
 
 
 @pytest.mark.parametrize("command", ["update", "find"])
