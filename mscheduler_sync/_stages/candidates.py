@@ -110,6 +110,9 @@ class Candidates:
         """
         Queue *key* as due now: it was passed over while an attempt of it was still held here.
         """
+        if key in self._queue:
+            # Found again meanwhile, with the time from which it may run.
+            return
         now_s = time.monotonic()
         with self._lock:
             due_s = max(now_s, self._not_before_s.get(key, now_s))

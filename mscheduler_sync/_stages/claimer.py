@@ -4,6 +4,7 @@ Turns due keys into attempts: takes slots, claims in batches, reads back what wa
 
 from __future__ import annotations
 
+import datetime as dt
 import random
 import time
 import uuid
@@ -23,6 +24,7 @@ from mscheduler_sync._stages.attempt import HeldAttempt, Released
 from mscheduler_sync._stages.candidates import Candidates, Lanes
 from mscheduler_sync._stages.outcome import OutcomeWriter
 from mscheduler_sync._storage import statements
+from mscheduler_sync._storage.calls import CALL_TIMEOUT_S
 from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.statements import Ref, Update
 from mscheduler_sync._storage.store import TaskStore
@@ -37,6 +39,8 @@ BATCH: Final = 100
 #: While slots are busy, a claim waits this long for more of them to get free, in seconds.
 GATHER_S: Final = 0.004
 _IDLE_WAIT_S: Final = 60.0
+#: The server's clock may be ahead of our estimate by a slow round trip, in seconds.
+_CLOCK_SLACK_S: Final = 2.0
 _CANNOT_START_PAUSE_S: Final = 1.0
 #: Longer ago than any heartbeat interval, an outage need not be spoken of, in seconds.
 _OUTAGE_MEMORY_S: Final = 3600.0
@@ -171,7 +175,7 @@ class Claimer(Service):
             except StoreError:
                 # Stopping before the outcome is known: give back what may have been won.
                 for key, running_id in refs:
-                    self._writer.release(key, running_id, Released("shutdown"))
+                    self._give_back(key, running_id, Released("shutdown"))
                 raise
             for key, running_id in refs:
                 document = documents.get(key)
@@ -195,6 +199,7 @@ class Claimer(Service):
                 self._lanes.worker_id,
                 names=self._lanes.names,
                 elapsed_since_outage_ms=round(since_outage_s * 1000) if is_recent else None,
+                not_after=self._store.clock.at(time.monotonic() + CALL_TIMEOUT_S + _CLOCK_SLACK_S),
             )
 
         result = self._until_answered(refs, lambda: self._store.update_together(make, refs))
@@ -239,7 +244,7 @@ class Claimer(Service):
             attempts = model.read_attempts(fields)
             options = model.read_options(fields)
         except InvalidTask as error:
-            self._writer.release(key, running_id, Released("late"))
+            self._give_back(key, running_id, Released("late"))
             self._candidates.set_aside(key, f"{error.path} {error.problem}")
             return False
         mine = next((a for a in attempts if a.running_id == running_id), None)
@@ -267,7 +272,7 @@ class Claimer(Service):
         )
         if self.stopping or time.monotonic() >= attempt.held_until_s:
             why = Released("shutdown" if self.stopping else "late")
-            self._writer.release(key, running_id, why)
+            self._give_back(key, running_id, why)
             return False
         self._lost_before.pop(key, None)
         _log.debug(
@@ -285,6 +290,26 @@ class Claimer(Service):
         if not self._start(attempt):
             self._cannot_start = True
         return True
+
+    def _give_back(self, key: str, running_id: str, why: Released) -> None:
+        """
+        Release a claim that does not become an attempt; by ourselves if the stop is over already.
+        """
+        if self._writer.release(key, running_id, why):
+            return
+        try:
+            self._store.update(statements.release([(key, running_id)]))
+        except StoreError as error:
+            _log.warning(
+                "a late claim could not be given back; its lease has to end first",
+                extra={
+                    "event": "claim_left",
+                    "worker_id": self._lanes.worker_id,
+                    "task_key": key,
+                    "running_id": running_id,
+                    "error": str(error),
+                },
+            )
 
     def _learn_of_losses(
         self,
@@ -306,6 +331,7 @@ class Claimer(Service):
             grown_s = max(_CONTENTION_FIRST_S, 2 * self._contention_s)
             self._contention_s = min(_CONTENTION_CAP_S, grown_s)
             self._spread = min(_SPREAD_CAP, max(_SPREAD_FIRST, 2 * self._spread))
+        self._offer_later_ones(lost)
         suspicious = []
         for key in lost:
             times = self._lost_before.get(key, 0) + 1
@@ -314,6 +340,18 @@ class Claimer(Service):
                 suspicious.append(key)
         if suspicious:
             self._inspect(suspicious[:BATCH])
+
+    def _offer_later_ones(self, keys: Sequence[str]) -> None:
+        """
+        Of lost keys: queue those again that are to come up within the horizon.
+        """
+        now = self._store.clock.now()
+        until = self._store.clock.at(time.monotonic() + self._candidates.horizon_s())
+        for document in self._store.find(statements.discovered_by_key(keys)):
+            fields = envelope(document)
+            due = fields.get("due")
+            if isinstance(due, dt.datetime) and now < due <= until:
+                self._candidates.offer(fields)
 
     def _inspect(self, keys: Sequence[str]) -> None:
         """

@@ -122,12 +122,17 @@ class OutcomeWriter(Service):
         )
         self._add(pending)
 
-    def release(self, key: str, running_id: str, why: Released) -> None:
+    def release(self, key: str, running_id: str, why: Released) -> bool:
         """
         Give back a claim that never became an attempt. Never blocks.
+
+        Returns False if this part has stopped, and nothing will be written.
         """
-        pending = _Pending(key, running_id, why, None)
-        self._add(pending)
+        with self._changed:
+            if self._closing:
+                return False
+        self._add(_Pending(key, running_id, why, None))
+        return True
 
     def _add(self, pending: _Pending) -> None:
         with self._changed:
@@ -250,7 +255,7 @@ class OutcomeWriter(Service):
                 # Unreadable now: nothing can be said of the attempt, so nothing is claimed of it.
                 continue
         return {
-            pending.running_id: _verdict(pending, attempts.get(pending.key, ()))
+            pending.running_id: _verdict(pending, attempts.get(pending.key))
             for position, pending in enumerate(batch)
             if position not in errors
         }
@@ -404,15 +409,18 @@ def _statement(group: Sequence[_Pending]) -> Update:
     return statements.release(refs, progress=progress)
 
 
-def _verdict(pending: _Pending, attempts: Sequence[Attempt]) -> Verdict:
+def _verdict(pending: _Pending, attempts: Sequence[Attempt] | None) -> Verdict:
     """
     Say from the document whether *pending* was applied (perhaps by an earlier try) or lost.
     """
-    mine = next((a for a in attempts if a.running_id == pending.running_id), None)
+    mine = next((a for a in attempts or () if a.running_id == pending.running_id), None)
     outcome = pending.outcome
     if mine is None:
-        removed_by_me = pending.uncertain and isinstance(outcome, Released | Snoozed)
-        return "stored" if removed_by_me else "lost"
+        # An attempt that another worker had settled would stand there as failed: it was removed
+        # by an earlier try of ours, or by one that the driver has repeated.
+        was_mine = pending.uncertain or pending.attempt is not None
+        is_removal = isinstance(outcome, Released | Snoozed)
+        return "stored" if was_mine and is_removal and attempts is not None else "lost"
     if isinstance(outcome, Succeeded):
         return "stored" if mine.succeeded_at is not None else "lost"
     if isinstance(outcome, Failed):

@@ -120,7 +120,7 @@ class ServerCalls:
         left_s = self.deadline_s - began_s
         try:
             # A passed deadline still leaves a moment, so that a last write has a chance.
-            with pymongo.timeout(max(0.05, min(timeout_s, left_s))):
+            with pymongo.timeout(max(0.5, min(timeout_s, left_s))):
                 yield
         except (DuplicateKeyError, BulkWriteError):
             self._note_answer()

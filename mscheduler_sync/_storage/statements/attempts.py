@@ -4,6 +4,7 @@ The life of an attempt: claim, heartbeat, outcomes, release.
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Sequence
 from typing import Final
 
@@ -32,11 +33,14 @@ def claim(
     *,
     names: Sequence[str | None] | None = None,
     elapsed_since_outage_ms: int | None = None,
+    not_after: dt.datetime | None = None,
 ) -> Update:
     """
     Settle expired attempts, then add an attempt of *worker_id* to each task that allows it now.
 
-    Repeating the statement changes nothing where the running_id stands already.
+    Repeating the statement changes nothing where the running_id stands already. Carried
+    out later than *not_after* (a frozen server, a lost connection) it adds nothing: nobody
+    waits for its answer any more.
     """
     keys, running_ids = _split(refs)
     mine = {"$eq": ["$$e.worker_id", x.literal(worker_id)]}
@@ -47,6 +51,7 @@ def claim(
         "$and": [
             "$$free",
             {"$lte": ["$$ready", x.NOW]},
+            {"$lte": [x.NOW, x.NEVER if not_after is None else not_after]},
             {"$eq": [{"$size": mine_undecided}, 0]},
             {"$ne": ["$task_option.specific_worker_ids", [x.NOBODY]]},
             {
