@@ -37,6 +37,7 @@ from mscheduler_sync import (
     WaitOccupy,
     WaitOccupyQueueEmpty,
 )
+from mscheduler_sync._runtime.clock import ServerClock
 from tests.support import Document, wait_until
 
 Tasks = Collection[Document]
@@ -308,6 +309,24 @@ def test_no_workers_claim_nothing(collection: Tasks, producer: Producer) -> None
         assert producer.count(status="succeeded") == 3
 
 
+def test_workers_set_to_none_at_run_time_claim_nothing_more(
+    collection: Tasks, producer: Producer
+) -> None:
+    """
+    Also what arrives right after the change stays unclaimed, though the consumer was idle before.
+    """
+    with polling(collection, echo) as consumer:
+        assert consumer.run_until_idle(10)
+        consumer.max_workers = 0
+        producer.send_many([(f"k{n}", n) for n in range(3)])
+        wait_until(
+            lambda: consumer.health().queue_due + producer.count(status="succeeded") >= 3,
+            "the tasks are found",
+        )
+        assert not consumer.run_until_idle(0.3)
+        assert producer.count(status="waiting") == 3
+
+
 def test_fewer_workers_at_run_time_end_nothing_and_claim_less(
     collection: Tasks, producer: Producer, go: threading.Event
 ) -> None:
@@ -356,6 +375,48 @@ def test_wrong_number_of_workers_is_refused_at_run_time(collection: Tasks, value
 # -- idleness ----------------------------------------------------------------------------------
 
 
+def test_run_until_idle_waits_for_what_is_due_and_for_what_runs(
+    collection: Tasks, producer: Producer
+) -> None:
+    """
+    It starts the consumer, runs what is due (also what tasks send), and leaves what is due later.
+    """
+
+    def function(params: int) -> None:
+        if params < 3:
+            producer.send(f"child {params}", params + 1)
+
+    producer.send("parent", 0)
+    producer.send("later", 9, delay=1000)
+    consumer = polling(collection, function)
+    try:
+        assert consumer.run_until_idle(20)
+        assert consumer.running
+        assert {t.key: t.status for t in producer.list()} == {
+            "parent": "succeeded",
+            "child 0": "succeeded",
+            "child 1": "succeeded",
+            "child 2": "succeeded",
+            "later": "waiting",
+        }
+    finally:
+        consumer.stop()
+
+
+@pytest.mark.parametrize("rounds", [20])
+def test_run_until_idle_right_after_a_send(
+    collection: Tasks, producer: Producer, rounds: int
+) -> None:
+    """
+    What was sent before the call is done after it, every time.
+    """
+    with polling(collection, echo, poll_interval=1) as consumer:
+        for number in range(rounds):
+            producer.send(f"k{number}", number)
+            assert consumer.run_until_idle(20)
+            assert producer.result(f"k{number}", 0) == number
+
+
 def test_run_until_idle_gives_up_in_time(
     collection: Tasks, producer: Producer, go: threading.Event
 ) -> None:
@@ -368,6 +429,29 @@ def test_run_until_idle_gives_up_in_time(
         assert not consumer.run_until_idle(0)
         go.set()
         assert consumer.run_until_idle(10)
+
+
+def test_run_until_idle_counts_a_retry_that_is_due_now(
+    collection: Tasks, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    Also where the server is so far away that its time is known late.
+    """
+    take = ServerClock.set
+
+    def take_late(clock: ServerClock, server_time: dt.datetime, received_at_s: float) -> None:
+        take(clock, server_time - dt.timedelta(seconds=0.3), received_at_s)
+
+    monkeypatch.setattr(ServerClock, "set", take_late)
+
+    def function(_params: Any, context: TaskContext) -> None:
+        if context.attempt == 1:
+            raise RetryLater(0)
+
+    producer.send("k")
+    with polling(collection, function) as consumer:
+        assert consumer.run_until_idle(10)
+        assert task_of(producer).status == "succeeded"
 
 
 # -- health ------------------------------------------------------------------------------------
@@ -390,6 +474,7 @@ def test_health_of_each_stage_of_life(
         stuck=(),
         queue_length=0,
         queue_due=0,
+        set_aside=0,
         outcomes_waiting=0,
         last_event_age=None,
         stream_age=None,
@@ -872,6 +957,33 @@ def test_expired_attempt_of_a_dead_worker_is_settled_and_followed(
         assert producer.result("k", 10) == "p"
     assert numbers == [2]
     assert reasons(task_of(producer)) == ["LeaseExpired: the worker stopped renewing its lease"]
+
+
+def test_cancelled_task_of_a_dead_worker_ends_cancelled(
+    collection: Tasks, producer: Producer
+) -> None:
+    """
+    Nobody is there to hear of it: once the lease has ended the task is cancelled, without a run.
+    """
+    producer.send("k")
+    lease_end = task_of(producer).created_at + dt.timedelta(seconds=1)
+    dead = {
+        "running_id": "dead",
+        "worker_id": "dead",
+        "ping_expire_time": lease_end,
+        "success_time": None,
+        "fail_time": None,
+    }
+    changes = {"task_state.worker_states": [dead], "status": "running", "due": lease_end}
+    collection.update_one({}, {"$set": changes})
+    assert producer.cancel("k")
+    runs: list[Any] = []
+    with polling(collection, runs.append) as consumer:
+        wait_until(
+            lambda: (collection.find_one() or {})["status"] == "cancelled", "it is cancelled"
+        )
+        assert consumer.run_until_idle(10)
+    assert (runs, task_of(producer).status) == ([], "cancelled")
 
 
 def test_failed_attempts_are_bounded_whatever_their_kind(

@@ -259,6 +259,13 @@ def test_small_queue_loses_nothing(collection: Tasks, producer: Producer) -> Non
     check_small_queue(collection, producer, POLL)
 
 
+def test_small_queue_loses_nothing_of_the_stream(collection: Tasks, producer: Producer) -> None:
+    """
+    Nor does anything wait for the next look of the long kind, which comes after 30 s.
+    """
+    check_small_queue(collection, producer, STREAM)
+
+
 def check_small_queue(collection: Tasks, producer: Producer, found_by: Document) -> None:
     producer.send_many([(f"before {n}", n) for n in range(100)])
     with consumer_of(collection, echo, found_by, queue_limit=10) as consumer:

@@ -218,6 +218,17 @@ def test_unreadable_documents_are_set_aside_while_others_run(
     check_set_aside(producer, collection, UNREADABLE, crate_interop=crate_interop)
 
 
+def test_unreadable_number_of_attempts_does_not_end_a_task(
+    producer: Producer, collection: Tasks
+) -> None:
+    """
+    A task whose budget cannot be read has not failed: it is set aside like others.
+    """
+    path = "task_option.max_unexpected_retries"
+    cases: list[Case] = [(path, value) for value in (None, NAN, -1)]
+    check_set_aside(producer, collection, cases, crate_interop=False)
+
+
 def test_document_that_is_mended_runs(producer: Producer, collection: Tasks) -> None:
     """
     What was set aside runs once it is right: at the latest by a consumer that starts then.
@@ -331,6 +342,15 @@ def test_odd_documents_run(producer: Producer, collection: Tasks) -> None:
     check_tolerated(producer, collection, TOLERATED)
     assert producer.result(name_of(("params", MISSING)), 1) is None
     assert producer.result(name_of(("name", 5)), 1) == "p"
+
+
+def test_document_with_one_derived_field_missing_runs(
+    producer: Producer, collection: Tasks
+) -> None:
+    """
+    It counts as not derived yet, as one without both.
+    """
+    check_tolerated(producer, collection, [("lanes", MISSING), ("due", MISSING), ("due", None)])
 
 
 def test_unreadable_documents_do_not_end_the_stream(producer: Producer, collection: Tasks) -> None:
