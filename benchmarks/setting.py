@@ -60,7 +60,7 @@ QUICK: Final = Scale(
     backlog_s=0.7,
     latency_blocks=3,
     latency_per_block=20,
-    idle_s=6.0,
+    idle_s=5.0,
     others=(0, 10_000),
     waiting=(1000, 10_000),
 )

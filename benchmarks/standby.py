@@ -167,7 +167,7 @@ def hold_memory(line: Line, uri: str, database: str, slots: int) -> None:
                 # What a heartbeat takes belongs to a running task, if it takes anything.
                 with contextlib.suppress(TimeoutError):
                     _wait(lambda: _beating() >= wanted, "the tasks beat", 10.0)
-                time.sleep(5.0)
+                time.sleep(3.0)
                 line.say(resident_bytes())
                 wanted = line.hear()
                 _wait(lambda: consumer.health().queue_length >= wanted, "the tasks wait here")

@@ -41,6 +41,28 @@ class _Runs:
     roles_us: list[dict[str, float]] = attrs.field(factory=list)
 
 
+@attrs.frozen
+class _Costs:
+    """
+    What all processes of one run have used together.
+    """
+
+    commands: int
+    cpu_s: float
+    roles_s: dict[str, float]
+
+    @classmethod
+    def of(cls, reports: Sequence[Report]) -> _Costs:
+        return cls(
+            commands=sum(without_get_more(r.commands) for r in reports),
+            cpu_s=sum(r.cpu_s for r in reports),
+            roles_s={
+                role: sum(r.cpu_by_role.get(role, 0.0) for r in reports)
+                for role in {role for r in reports for role in r.cpu_by_role}
+            },
+        )
+
+
 def run(bench: Bench) -> list[Row]:
     runs: dict[tuple[int, int], _Runs] = {}
     with Crew(max(processes for processes, _ in _SHAPES)) as crew:
@@ -64,6 +86,7 @@ def _measured(bench: Bench, crew: Crew, processes: int, slots: int) -> _Runs:
         count *= 2
     bench.say(f"backlog of {count:,}: {_shape_name(processes, slots)}")
     runs = _Runs()
+    start, floor_start = _start_ups(bench, crew, processes, slots)
 
     def ours() -> float:
         with bench.database() as name:
@@ -73,10 +96,16 @@ def _measured(bench: Bench, crew: Crew, processes: int, slots: int) -> _Runs:
             )
             producer = Producer(bench.tasks(name))
             _check(producer.count(status="succeeded"), count)
-        runs.commands.append(sum(without_get_more(r.commands) for r in reports) / count)
+        costs = _Costs.of(reports)
+        runs.commands.append((costs.commands - start.commands) / count)
         runs.lost.append(sum(r.claims_lost for r in reports) / count)
-        runs.cpu_us.append(sum(r.cpu_s for r in reports) / count * _US)
-        runs.roles_us.append(_roles(reports, count))
+        runs.cpu_us.append((costs.cpu_s - start.cpu_s) / count * _US)
+        runs.roles_us.append(
+            {
+                role: (used_s - start.roles_s.get(role, 0.0)) / count * _US
+                for role, used_s in costs.roles_s.items()
+            }
+        )
         return count / duration_s(reports)
 
     def theirs() -> float:
@@ -90,11 +119,24 @@ def _measured(bench: Bench, crew: Crew, processes: int, slots: int) -> _Runs:
             )
             _check(collection.count_documents({"state": 2}), count)
         runs.floor_lost.append(sum(r.claims_lost for r in reports) / count)
-        runs.floor_cpu_us.append(sum(r.cpu_s for r in reports) / count * _US)
+        cpu_s = _Costs.of(reports).cpu_s - floor_start.cpu_s
+        runs.floor_cpu_us.append(cpu_s / count * _US)
         return count / duration_s(reports)
 
     runs.ours, runs.floor = interleaved(bench.scale.repetitions, ours, theirs)
     return runs
+
+
+def _start_ups(bench: Bench, crew: Crew, processes: int, slots: int) -> tuple[_Costs, _Costs]:
+    """
+    Return what starting and finding nothing costs: ours and the floor's; no part of a task.
+    """
+    with bench.database() as name:
+        Producer(bench.tasks(name)).send("later", delay=86_400)
+        ours = crew.race(processes, drain, bench.uri, name, slots, processes > 1)
+        floor.prepared(bench.client, name)
+        theirs = crew.race(processes, drain_floor, bench.uri, name, slots, processes > 1)
+    return _Costs.of(ours), _Costs.of(theirs)
 
 
 def fill(bench: Bench, name: str, numbers: Iterable[int]) -> None:
@@ -183,13 +225,6 @@ def _cpu(runs: dict[tuple[int, int], _Runs]) -> list[Row]:
             )
         )
     return rows
-
-
-def _roles(reports: Sequence[Report], count: int) -> dict[str, float]:
-    return {
-        role: sum(r.cpu_by_role.get(role, 0.0) for r in reports) / count * _US
-        for role in {role for r in reports for role in r.cpu_by_role}
-    }
 
 
 def _as_samples(roles: dict[str, float]) -> dict[str, list[float]]:

@@ -22,7 +22,6 @@ from mscheduler_sync import Producer
 
 MEASURE: Final = "idle"
 _PROCESSES, _CONSUMERS_EACH = 4, 4
-_REPETITIONS: Final = 2
 #: The first passes after the start are over.
 _SETTLE_S: Final = 2.0
 _MS: Final = 1000.0
@@ -43,7 +42,7 @@ class _Rates:
 def run(bench: Bench) -> list[Row]:
     nothing, stream, single, many = _Rates(), _Rates(), _Rates(), _Rates()
     with Crew(_PROCESSES) as crew:
-        for repetition in range(_REPETITIONS):
+        for repetition in range(1 if bench.scale.name == "quick" else 2):
             bench.say(f"idle, round {repetition + 1}: four times {bench.scale.idle_s:g} s")
             _watch(bench, [], nothing)
             _bare_stream(bench, crew.children[0], stream)

@@ -28,7 +28,7 @@ _TASKS: Final = 100
 #: Ten times as often as by default, so that a short look sees many. The lease is the default:
 #: a shorter one would make other consumers look more often.
 _HEARTBEAT_S, _DEFAULT_HEARTBEAT_S, _LEASE_S = 2.0, 20.0, 60.0
-_LOOK_S: Final = 6.0
+_LOOK_S: Final = 4.0
 _MS: Final = 1000.0
 
 
