@@ -24,7 +24,6 @@ from mscheduler_sync._stages.attempt import HeldAttempt, Released
 from mscheduler_sync._stages.candidates import Candidates, Lanes
 from mscheduler_sync._stages.outcome import OutcomeWriter
 from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.calls import CALL_TIMEOUT_S
 from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.statements import Ref, Update
 from mscheduler_sync._storage.store import TaskStore
@@ -39,8 +38,6 @@ BATCH: Final = 100
 #: While slots are busy, a claim waits this long for more of them to get free, in seconds.
 GATHER_S: Final = 0.004
 _IDLE_WAIT_S: Final = 60.0
-#: The server's clock may be ahead of our estimate by a slow round trip, in seconds.
-_CLOCK_SLACK_S: Final = 2.0
 _CANNOT_START_PAUSE_S: Final = 1.0
 #: Longer ago than any heartbeat interval, an outage need not be spoken of, in seconds.
 _OUTAGE_MEMORY_S: Final = 3600.0
@@ -199,7 +196,7 @@ class Claimer(Service):
                 self._lanes.worker_id,
                 names=self._lanes.names,
                 elapsed_since_outage_ms=round(since_outage_s * 1000) if is_recent else None,
-                not_after=self._store.clock.at(time.monotonic() + CALL_TIMEOUT_S + _CLOCK_SLACK_S),
+                sent_at=self._store.clock.now(),
             )
 
         result = self._until_answered(refs, lambda: self._store.update_together(make, refs))

@@ -74,7 +74,7 @@ class TaskStore(ServerCalls):
         A missing privilege costs one warning, not the work.
         """
         with self._lock:
-            if time.monotonic() - self._indexes_at_s <= max_age_s:
+            if time.monotonic() - self._indexes_at_s < max_age_s:
                 return
         for keys, options in statements.INDEXES:
             try:

@@ -20,6 +20,8 @@ from mscheduler_sync._storage.statements.base import (
 )
 from mscheduler_sync._storage.statements.discovery import allowed_to, eligible_name
 
+#: A call's time-out and some slack, in milliseconds.
+_LONGEST_WAIT_MS: Final = 12_000
 EXPIRED_REASON: Final = "LeaseExpired: the worker stopped renewing its lease"
 
 
@@ -33,13 +35,13 @@ def claim(
     *,
     names: Sequence[str | None] | None = None,
     elapsed_since_outage_ms: int | None = None,
-    not_after: dt.datetime | None = None,
+    sent_at: dt.datetime | None = None,
 ) -> Update:
     """
     Settle expired attempts, then add an attempt of *worker_id* to each task that allows it now.
 
     Repeating the statement changes nothing where the running_id stands already. Carried
-    out later than *not_after* (a frozen server, a lost connection) it adds nothing: nobody
+    out a lease, or 12 seconds, after *sent_at* (by a frozen server, say) it adds nothing: nobody
     waits for its answer any more.
     """
     keys, running_ids = _split(refs)
@@ -51,7 +53,7 @@ def claim(
         "$and": [
             "$$free",
             {"$lte": ["$$ready", x.NOW]},
-            {"$lte": [x.NOW, x.NEVER if not_after is None else not_after]},
+            {"$lte": [x.NOW, _answered_by(sent_at)]},
             {"$eq": [{"$size": mine_undecided}, 0]},
             {"$ne": ["$task_option.specific_worker_ids", [x.NOBODY]]},
             {
@@ -85,6 +87,15 @@ def claim(
             *x.derive(may_add=lambda: may, added=attempt, lease_end=lease_end),
         ],
     )
+
+
+def _answered_by(sent_at: dt.datetime | None) -> x.Expr:
+    if sent_at is None:
+        return x.NEVER
+    lease_ms = x.number_at("task_option.worker_timeout_ms")
+    # At least a second: the clock's estimate lags by up to a round trip.
+    waited_for_ms = {"$max": [1000, {"$min": [lease_ms, _LONGEST_WAIT_MS]}]}
+    return x.date_plus(sent_at, waited_for_ms)
 
 
 def claimed(refs: Sequence[Ref]) -> Find:
