@@ -116,9 +116,11 @@ class Claimer(Service):
         try:
             if self._contention_s > 0.0 and entries:
                 entries = self._still_due(entries)
+            # The number of slots may have been lowered while we waited for keys.
+            free = min(free, self._slots.free)
             for entry in entries[free:]:
                 self._queue.push(entry.key, entry.due_s, entry.priority)
-            if entries and not self.stopping:
+            if entries and free and not self.stopping:
                 self._claim(entries[:free])
             done = True
         finally:

@@ -37,7 +37,6 @@ from mscheduler_sync import (
     WaitOccupy,
     WaitOccupyQueueEmpty,
 )
-from mscheduler_sync._runtime.clock import ServerClock
 from tests.support import Document, wait_until
 
 Tasks = Collection[Document]
@@ -429,29 +428,6 @@ def test_run_until_idle_gives_up_in_time(
         assert not consumer.run_until_idle(0)
         go.set()
         assert consumer.run_until_idle(10)
-
-
-def test_run_until_idle_counts_a_retry_that_is_due_now(
-    collection: Tasks, producer: Producer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """
-    Also where the server is so far away that its time is known late.
-    """
-    take = ServerClock.set
-
-    def take_late(clock: ServerClock, server_time: dt.datetime, received_at_s: float) -> None:
-        take(clock, server_time - dt.timedelta(seconds=0.3), received_at_s)
-
-    monkeypatch.setattr(ServerClock, "set", take_late)
-
-    def function(_params: Any, context: TaskContext) -> None:
-        if context.attempt == 1:
-            raise RetryLater(0)
-
-    producer.send("k")
-    with polling(collection, function) as consumer:
-        assert consumer.run_until_idle(10)
-        assert task_of(producer).status == "succeeded"
 
 
 # -- health ------------------------------------------------------------------------------------
