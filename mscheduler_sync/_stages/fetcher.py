@@ -118,7 +118,8 @@ class Fetcher(Service):
             self._changed.notify_all()
 
     def queue_runs_low(self) -> None:
-        if self._more:
+        # More than a page was there, or what the stream told found no room.
+        if self._more or self._queue.dropped_from_s < float("inf"):
             self.request_pass()
 
     def wait_first_pass(self, timeout_s: float) -> bool:
