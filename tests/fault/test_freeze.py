@@ -16,6 +16,9 @@ from tests.fault.scene import Scene
 from tests.fault.workers import WorkerProcess, worker_process
 from tests.support import Document, wait_until
 
+#: Minutes of waiting for leases and servers: run with the stress tests.
+pytestmark = pytest.mark.stress
+
 SHORT = {"lease": 1.2, "heartbeat": 0.3}
 
 #: What the function does in its first attempt, once it may go on.

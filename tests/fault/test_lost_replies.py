@@ -27,6 +27,9 @@ from tests.fault.scene import (
 )
 from tests.support import Document, wait_until
 
+#: Minutes of waiting for leases and servers: run with the stress tests.
+pytestmark = pytest.mark.stress
+
 SHORT = {"lease": 2.0, "heartbeat": 0.5}
 
 

@@ -34,6 +34,9 @@ from tests.fault.servers import OwnServer, own_server
 from tests.invariants import Witness
 from tests.support import Document, wait_until
 
+#: Minutes of waiting for leases and servers: run with the stress tests.
+pytestmark = pytest.mark.stress
+
 Kind = Literal["killed", "frozen"]
 
 SHORT: Mapping[str, Any] = {"lease": 2.0, "heartbeat": 0.5}

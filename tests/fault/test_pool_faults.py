@@ -24,6 +24,9 @@ from tests.pool_fleet import NodeProcess, fleet
 from tests.pool_invariants import FencedCounters, Member, Recorder, broken, overlaps, owners
 from tests.support import Document, fail_point, wait_until
 
+#: Minutes of waiting for leases and servers: run with the stress tests.
+pytestmark = pytest.mark.stress
+
 Grow = Callable[[str], NodeProcess]
 TTL_S = 2.0
 

@@ -34,6 +34,9 @@ from tests.fault.scripts import Children, children
 from tests.invariants import Invariants, Witness, status_of, wait_status
 from tests.support import Document, wait_until
 
+#: Minutes of waiting for leases and servers: run with the stress tests.
+pytestmark = pytest.mark.stress
+
 Tasks = Collection[Document]
 
 

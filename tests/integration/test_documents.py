@@ -344,15 +344,6 @@ def test_odd_documents_run(producer: Producer, collection: Tasks) -> None:
     assert producer.result(name_of(("name", 5)), 1) == "p"
 
 
-def test_document_with_one_derived_field_missing_runs(
-    producer: Producer, collection: Tasks
-) -> None:
-    """
-    It counts as not derived yet, as one without both.
-    """
-    check_tolerated(producer, collection, [("lanes", MISSING), ("due", MISSING), ("due", None)])
-
-
 def test_unreadable_documents_do_not_end_the_stream(producer: Producer, collection: Tasks) -> None:
     """
     Inserted, changed or replaced while the stream is open, they hide nothing that comes after.

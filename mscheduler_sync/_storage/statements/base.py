@@ -20,6 +20,7 @@ READABLE: Final[Document] = {
     "task_option.concurrent_worker_cnt": {"$gte": 1, "$lte": 1_000_000},
     "task_option.worker_timeout_ms": {"$gte": 1, "$lte": x.MAX_DURATION_MS},
     "task_option.unexpected_retry_delay_ms": {"$gte": 0, "$lte": x.MAX_DURATION_MS},
+    "task_option.max_unexpected_retries": {"$gte": 0, "$lte": 2**32},
 }
 
 
