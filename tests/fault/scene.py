@@ -336,7 +336,8 @@ class Scene:
             poke.join()
 
     def function(self, params: Any, context: TaskContext) -> Any:
-        is_first = context.key not in self.contexts
+        # A snoozed attempt is not counted, and a failed one may have been another process's.
+        is_first = context.attempt == 1 and context.key not in self.contexts
         self.contexts[context.key] = context
         with self.witness.running(context):
             for step in params["do"].split():

@@ -192,7 +192,7 @@ class Worker:
 
     def function(self, params: Any, context: TaskContext) -> Any:
         with self._lock:
-            is_first = context.key not in self._seen
+            is_first = context.attempt == 1 and context.key not in self._seen
             self._seen.add(context.key)
         with self._witness.running(context):
             self.say("began", key=context.key, attempt=context.attempt)
