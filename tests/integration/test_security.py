@@ -211,7 +211,6 @@ def test_no_error_says_the_password(guarded: Guarded, everything: Everything) ->
         lambda: Consumer(database, print),  # type: ignore[arg-type]
         lambda: Consumer(client, print),  # type: ignore[arg-type]
         lambda: Consumer(guarded.uri("worker", SECRET), print),  # type: ignore[arg-type]
-        lambda: Consumer(tasks, tasks),
     ]
     said = []
     for mistake in mistakes:
