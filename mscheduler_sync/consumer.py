@@ -100,7 +100,7 @@ class Consumer:
         crate_interop: bool = False,
     ) -> None:
         if not isinstance(collection, Collection):
-            msg = f"collection must be a pymongo Collection, got {collection!r:.200}"
+            msg = f"collection must be a pymongo Collection, got {type(collection).__name__}"
             raise TypeError(msg)
         settings = ConsumerSettings.checked(
             worker_id=worker_id,

@@ -90,7 +90,7 @@ class Producer:
 
     def __init__(self, collection: Collection[Any]) -> None:
         if not isinstance(collection, Collection):
-            msg = f"collection must be a pymongo Collection, got {collection!r:.200}"
+            msg = f"collection must be a pymongo Collection, got {type(collection).__name__}"
             raise TypeError(msg)
         self._store = TaskStore(collection)
         self._pid = os.getpid()
@@ -215,7 +215,7 @@ class Producer:
                 the same items again is safe.
         """
         if isinstance(items, (str, bytes, Mapping)):
-            msg = f"items must be (key, params) pairs, got {items!r:.200}"
+            msg = f"items must be (key, params) pairs, got {type(items).__name__}"
             raise TypeError(msg)
         common = SendOptions.checked(**_known_options(options))
         prepared: list[tuple[str, object, SendOptions] | SendResult] = []
@@ -239,12 +239,16 @@ class Producer:
         self, item: object, common: SendOptions, options: Mapping[str, Any]
     ) -> tuple[str, object, SendOptions]:
         if not isinstance(item, (tuple, list)) or len(item) not in {2, 3}:
-            msg = f"an item must be (key, params) or (key, params, options), got {item!r:.200}"
+            parts = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
+            msg = (
+                "an item must be (key, params) or (key, params, options), "
+                f"got a {type(item).__name__}{parts}"
+            )
             raise TypeError(msg)
         own = common
         if len(item) == 3:  # noqa: PLR2004
             if not isinstance(item[2], Mapping):
-                msg = f"the options of an item must be a mapping, got {item[2]!r:.200}"
+                msg = f"the options of an item must be a mapping, got {type(item[2]).__name__}"
                 raise TypeError(msg)
             own = SendOptions.checked(**_known_options({**options, **item[2]}))
         return _checked_key(item[0]), self._frozen(item[1]), own

@@ -5,13 +5,14 @@ Values of users to BSON and back, with errors that name the place.
 from __future__ import annotations
 
 import datetime as dt
+import uuid
 from collections.abc import Mapping
 from typing import Any, Final
 
 import attrs
 import bson
 from bson.codec_options import CodecOptions, DatetimeConversion
-from bson.errors import BSONError
+from bson.errors import InvalidDocument
 from bson.raw_bson import RawBSONDocument
 
 #: A document may not exceed 16 MiB; the rest of it needs some room.
@@ -90,14 +91,27 @@ def envelope(document: RawBSONDocument) -> dict[str, Any]:
     return bson.decode(document.raw, codec_options=ENVELOPE)
 
 
-def _problem_of(error: BaseException) -> str:
+def _problem_of(error: BaseException, value: object) -> str:
+    """
+    Say why *value* cannot be encoded, without showing it: it may be a secret.
+    """
     if isinstance(error, UnicodeEncodeError):
         return "it holds text that is not valid Unicode (a lone surrogate)"
     if isinstance(error, OverflowError):
         return "it holds an int beyond 64 bits"
-    if isinstance(error, (BSONError, TypeError, ValueError)):
+    if isinstance(value, uuid.UUID):
+        # Tells of the client's uuidRepresentation.
         return str(error).split("\n", maxsplit=1)[0][:300]
-    return f"{type(error).__name__}: {error}"[:300]
+    if isinstance(error, InvalidDocument) and not isinstance(value, (Mapping, list, tuple)):
+        return f"BSON has no type for {_type_of(value)}"
+    return f"encoding {_type_of(value)} raised {type(error).__name__}"
+
+
+def _type_of(value: object) -> str:
+    cls = type(value)
+    return (
+        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    )
 
 
 def _find_fault(value: object, options: CodecOptions[Any], path: str) -> tuple[str, str]:
@@ -108,20 +122,20 @@ def _find_fault(value: object, options: CodecOptions[Any], path: str) -> tuple[s
         try:
             inner = _faulty_part(value, options)
         except Exception as error:  # noqa: BLE001 - a user's object may break while it is read
-            return path, _problem_of(error)
+            return path, _problem_of(error, value)
         if inner is None:
             break
         step, value = inner
         path += step
-    for name in value if isinstance(value, Mapping) else ():
+    for number, name in enumerate(value if isinstance(value, Mapping) else (), 1):
         if not isinstance(name, str):
-            return path, f"its key {name!r} is not a string"
+            return path, f"its key number {number} is not a string but {_type_of(name)}"
         if "\x00" in name:
-            return path, f"its key {name!r} holds a NUL character"
+            return path, f"its key number {number} holds a NUL character"
     try:
         bson.encode({"v": value}, codec_options=options)
     except Exception as error:  # noqa: BLE001 - whatever the user's value raises is the answer
-        return path, _problem_of(error)
+        return path, _problem_of(error, value)
     return path, "it could not be encoded"
 
 

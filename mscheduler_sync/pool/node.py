@@ -87,7 +87,7 @@ class Node:
         prefix: str = "pool_",
     ) -> None:
         if not isinstance(database, Database):
-            msg = f"database must be a pymongo Database, got {database!r:.200}"
+            msg = f"database must be a pymongo Database, got {type(database).__name__}"
             raise TypeError(msg)
         self._settings = NodeSettings.checked(
             pool=pool,

@@ -134,7 +134,7 @@ class ScheduleThread(Service):
         try:
             plan = self._planner.plan()
             if not isinstance(plan, JobPlan):
-                msg = f"plan() must return a JobPlan, got {plan!r:.200}"
+                msg = f"plan() must return a JobPlan, got {type(plan).__name__}"
                 raise TypeError(msg)  # noqa: TRY301 - logged like what a planner raises
         except ScheduleStop:
             self._store.remove(statements.end_schedule(self._id, runner))

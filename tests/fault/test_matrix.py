@@ -209,7 +209,7 @@ def test_the_look_before_a_contended_claim_fails(scene: Scene) -> None:
         scene.settled()
 
 
-@pytest.mark.parametrize("number", [11600, 11602, 189, 91, 10107, 13435])
+@pytest.mark.parametrize("number", [11602, 10107, 13435])
 def test_every_command_fails_for_a_while(
     scene: Scene, client: MongoClient[Document], number: int
 ) -> None:
@@ -286,7 +286,9 @@ def test_a_send_meets_every_fault(
     """
     scene: Scene = request.getfixturevalue("retrying" if retries else "scene")
     with scene.consuming(watch=False, poll_interval=0.1):
-        for fault in (*TRANSIENT, *REFUSED, CLOSED, blocked(300), UNCONFIRMED):
+        kinds = (*TRANSIENT, *REFUSED, CLOSED, blocked(300), UNCONFIRMED)
+        # The driver repeats only some of them.
+        for fault in (TRANSIENT[0], CLOSED, UNCONFIRMED) if retries else kinds:
             key = f"{part} {fault}"
             producer = Producer(scene.app_tasks)
             if part.command == "update":

@@ -118,8 +118,9 @@ def all_parts_work(scene: Scene) -> None:
     wait_until(lambda: scene.consumer.health().ok, "all parts are well", left_s())
 
 
-@pytest.mark.parametrize("kind", ["killed", "frozen"])
-@pytest.mark.parametrize("seconds", [1, 5, 9])
+@pytest.mark.parametrize(
+    ("kind", "seconds"), [("killed", 1), ("frozen", 5), ("killed", 9), ("frozen", 9)]
+)
 def test_an_outage_in_every_state(
     server: OwnServer, scenes: Callable[[str], Scene], kind: Kind, seconds: int
 ) -> None:

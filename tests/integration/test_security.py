@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pymongo
 import pytest
 from pymongo import MongoClient
 from pymongo.collection import Collection
@@ -182,7 +183,7 @@ def test_a_consumer_with_a_wrong_password_keeps_trying(
     uri = guarded.uri("late", password)
     with Consumer(guarded.tasks("late", uri=uri), lambda _: "done") as consumer:
         assert not consumer.wait_started(1)
-        wait_until(lambda: not consumer.health().ok, "health is bad")
+        wait_until(lambda: not consumer.health().ok, "health is bad", 25)
         parts = consumer.health().parts
         assert "uthentication" in str(parts["fetch"].last_error)
         assert all(part.alive for part in parts.values())
@@ -221,11 +222,11 @@ def test_no_error_says_the_password(guarded: Guarded, everything: Everything) ->
         taken.bind(("127.0.0.1", 0))
         uri = f"mongodb://worker:{SECRET}@127.0.0.1:{taken.getsockname()[1]}/?{OPTIONS}"
         away = guarded.tasks("plain", uri=uri, serverSelectionTimeoutMS=200)
-        with pytest.raises(StoreUnavailable) as gone:
+        with pymongo.timeout(1), pytest.raises(StoreUnavailable) as gone:
             Producer(away).send("one")
         said += traceback.format_exception(gone.value)
         with Consumer(away, print, stop_timeout=1) as consumer:
-            wait_until(lambda: not consumer.health().ok, "health is bad")
+            wait_until(lambda: not consumer.health().ok, "health is bad", 25)
             said += [repr(consumer.health()), repr(consumer)]
     lines = [line for line in said if SECRET in line]
     # A traceback shows the lines of this test, and nothing else has it.
@@ -340,7 +341,7 @@ def test_a_connection_that_cannot_be_trusted_is_not_used(
     authority = None if trusted is None else certificates / trusted
     with tls_client(tls_port, authority, connectTimeoutMS=1000, socketTimeoutMS=1000) as client:
         tasks = client.shop.tasks
-        with pytest.raises(StoreUnavailable) as caught:
+        with pymongo.timeout(2), pytest.raises(StoreUnavailable) as caught:
             Producer(tasks).send("never")
         if trusted is not None:
             assert "certificate" in str(caught.value)
