@@ -42,9 +42,13 @@ demo: install ## Run the demonstration on an embedded server
 demo-pool: install ## Show a fleet of pollers that loses a process
 	@$(BIN)/python examples/pool_pollers.py
 
+# The tests wait most of the time, for leases to end and servers to come back: four at once, each with its own
+# server. On a given server one after the other: fail points hold for all that talk to it.
+PYTEST := $(BIN)/python -m pytest $(if $(MSCHEDULER_URI),,-n 4 --dist worksteal)
+
 .PHONY: test
 test: install ## Run the unit, integration and fault tests
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
 
 .PHONY: test-unit
 test-unit: install ## Run the tests that need no server
@@ -52,7 +56,7 @@ test-unit: install ## Run the tests that need no server
 
 .PHONY: test-all
 test-all: install ## Run every test but soak and bench
-	@$(BIN)/python -m pytest -m 'not soak and not bench'
+	@$(PYTEST) -m 'not soak and not bench'
 
 .PHONY: stress
 stress: install ## Run the stress tests (minutes)

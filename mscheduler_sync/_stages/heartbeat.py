@@ -84,6 +84,9 @@ class Heartbeats(Service):
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+            # Functions that a stop has left behind would keep their beaters waiting.
+            for attempt in self._beating:
+                attempt.wake.set()
 
     def join(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s

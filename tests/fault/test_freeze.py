@@ -17,7 +17,6 @@ from tests.fault.workers import WorkerProcess, worker_process
 from tests.support import Document, wait_until
 
 #: Minutes of waiting for leases and servers: run with the stress tests.
-pytestmark = pytest.mark.stress
 
 SHORT = {"lease": 1.2, "heartbeat": 0.3}
 

@@ -35,7 +35,6 @@ from tests.invariants import Witness
 from tests.support import Document, wait_until
 
 #: Minutes of waiting for leases and servers: run with the stress tests.
-pytestmark = pytest.mark.stress
 
 Kind = Literal["killed", "frozen"]
 

@@ -25,7 +25,6 @@ from tests.pool_invariants import FencedCounters, Member, Recorder, broken, over
 from tests.support import Document, fail_point, wait_until
 
 #: Minutes of waiting for leases and servers: run with the stress tests.
-pytestmark = pytest.mark.stress
 
 Grow = Callable[[str], NodeProcess]
 TTL_S = 2.0

@@ -24,7 +24,6 @@ from tests.invariants import Witness, status_of
 from tests.support import Document, fail_point, wait_until
 
 #: Minutes of waiting for leases and servers: run with the stress tests.
-pytestmark = pytest.mark.stress
 
 #: Far below the pause between two regular passes, so that only the stream can be so quick.
 SOON_S = 10

@@ -244,7 +244,11 @@ def test_document_that_is_mended_runs(producer: Producer, collection: Tasks) -> 
         assert producer.result("k", 10) == "p"
 
 
-@pytest.mark.parametrize("key", [5, None, MISSING, {"a": 1}, ObjectId()], ids=repr)
+@pytest.mark.parametrize(
+    "key",
+    [5, None, MISSING, {"a": 1}, ObjectId("65a1b2c3d4e5f60718293a4b")],
+    ids=["int", "null", "missing", "document", "ObjectId"],
+)
 @pytest.mark.parametrize("derived", [True, False])
 def test_document_whose_key_is_no_text_is_set_aside(
     producer: Producer, collection: Tasks, key: object, derived: bool

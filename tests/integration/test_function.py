@@ -615,7 +615,7 @@ def test_infinite_and_missing_numbers_come_back(producer: Producer, collection: 
         (object(), "result cannot be stored"),
         ("lone \ud800", "result cannot be stored: it holds text that is not valid Unicode"),
         ({"a": [1, {2}]}, "result.a[1] cannot be stored"),
-        ({1: "one"}, "result cannot be stored: its key 1 is not a string"),
+        ({1: "one"}, "result cannot be stored: its key number 1 is not a string but int"),
         ({"a\x00b": 1}, "holds a NUL character"),
         (_recursive(), "result is nested too deeply, or contains itself"),
         ("x" * 20_000, "more than the limit of 10000"),

@@ -35,7 +35,7 @@ NAIVE: Options = CodecOptions()
 AWARE: Options = CodecOptions(tz_aware=True, tzinfo=UTC)
 WITH_UUID: Options = CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
 LIMIT = codec.MAX_PARAMS_BYTES
-OBJECT_ID = ObjectId()
+OBJECT_ID = ObjectId("65a1b2c3d4e5f60718293a4b")
 
 
 def there(value: object, options: Options = NAIVE) -> Any:
@@ -128,6 +128,9 @@ class ReadOnly(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return 1
+
+    def __repr__(self) -> str:
+        return "ReadOnly()"
 
 
 def nested(depth: int, leaf: object = 1) -> object:

@@ -19,7 +19,7 @@ from mscheduler_sync._storage.sending import SendOptions
 from mscheduler_sync._storage.statements import Find, Update
 
 UTC = dt.timezone.utc
-OBJECT_ID = bson.ObjectId()
+OBJECT_ID = bson.ObjectId("65a1b2c3d4e5f60718293a4b")
 MOMENT = dt.datetime(2031, 5, 6, tzinfo=UTC)
 
 #: Texts that would be paths, variables or operators if they were not protected.
