@@ -329,17 +329,21 @@ class Consumer:
                 return False
             if not self._slots.wait_empty(left_s):
                 continue
+            begun = self._running.begun
             if not self._is_quiet():
                 # What is due waits for the claimer, or an outcome for the server: a moment.
                 self._stop_asked.wait(0.005)
                 continue
-            if parts.fetcher.wait_pass(left_s) and self._is_quiet():
+            passed = parts.fetcher.wait_pass(left_s)
+            # An attempt that came and went meanwhile may have failed, and be due once more.
+            if passed and self._is_quiet() and self._running.begun == begun:
                 return True
         self._raise_crash()
         return False
 
     def _is_quiet(self) -> bool:
-        return self._queue.count_due() == 0 and self._running.count == 0 and not self._slots.taken
+        # In the order in which a key moves on, so that none slips through between two looks.
+        return self._queue.is_idle and not self._slots.taken and self._running.count == 0
 
     # -- knowledge ---------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class DelayQueue:
         self._later: list[tuple[float, int, Entry]] = []
         self._ready: list[tuple[int, float, int, Entry]] = []
         self._ready_count = 0
+        self._in_hand = 0
         self._sequence = itertools.count()
         self._dropped_from_s = float("inf")
         self._closed = False
@@ -108,14 +109,19 @@ class DelayQueue:
         Highest priority first, then longest due. With *spread*, the keys are picked
         at random from the first *spread* of equal priority, so that several consumers
         that see the same keys do not all reach for the same ones.
+
+        What is returned counts as due until the taker, of whom there is one, comes back.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
+            self._in_hand = 0
             while not self._closed:
                 now_s = time.monotonic()
                 self._promote(now_s)
                 if self._ready:
-                    return self._pop(count, spread)
+                    taken = self._pop(count, spread)
+                    self._in_hand = len(taken)
+                    return taken
                 wait_s = deadline_s - now_s
                 if wait_s <= 0:
                     break
@@ -131,6 +137,15 @@ class DelayQueue:
         with self._changed:
             self._promote(time.monotonic())
             return self._ready_count
+
+    @property
+    def is_idle(self) -> bool:
+        """
+        Whether no key is due, and none is in the hands of the taker.
+        """
+        with self._changed:
+            self._promote(time.monotonic())
+            return not self._ready_count and not self._in_hand
 
     def close(self) -> None:
         """

@@ -40,6 +40,7 @@ class RunningAttempts:
         # All under _lock.
         self._held: dict[str, HeldAttempt] = {}
         self._keys: collections.Counter[str] = collections.Counter()
+        self._begun = 0
         self._wanted: set[str] = set()
         self._stuck: dict[str, HeldAttempt] = {}
         self._finished_in_stop: list[str] = []
@@ -68,6 +69,7 @@ class RunningAttempts:
         """
         with self._lock:
             self._held[attempt.running_id] = attempt
+            self._begun += 1
             self._keys[attempt.key] += 1
         self._heartbeats.add(attempt)
         try:
@@ -161,6 +163,14 @@ class RunningAttempts:
         """
         with self._lock:
             return len(self._held)
+
+    @property
+    def begun(self) -> int:
+        """
+        How many attempts there have been.
+        """
+        with self._lock:
+            return self._begun
 
     def holds(self, key: str) -> bool:
         """

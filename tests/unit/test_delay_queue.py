@@ -439,3 +439,20 @@ def test_any_order_of_calls_agrees_with_a_plain_dict(steps: list[Step]) -> None:
             assert queue.count_due() == len(due)
         assert len(queue) == len(model)
         assert all(key in queue for key in model)
+
+
+def test_what_was_taken_counts_until_the_taker_comes_back() -> None:
+    """
+    Between the queue and its slot a key is nowhere else: it must not look as if all was done.
+    """
+    queue = DelayQueue(10)
+    assert queue.is_idle
+    queue.push("later", time.monotonic() + 60)
+    assert queue.is_idle
+    queue.push("now", time.monotonic())
+    assert not queue.is_idle
+    assert [entry.key for entry in queue.take(5, 1)] == ["now"]
+    assert queue.count_due() == 0
+    assert not queue.is_idle
+    assert queue.take(5, 0) == []
+    assert queue.is_idle
