@@ -11,14 +11,17 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
+from bson import ObjectId
 from bson.codec_options import CodecOptions
 from pymongo import WriteConcern
 from pymongo.collection import Collection
+from pymongo.errors import DuplicateKeyError, PyMongoError
 
 from mscheduler_sync import model
 from mscheduler_sync._storage import expressions as x
@@ -29,6 +32,8 @@ from tests.support import Document, wait_until
 
 #: How an attempt ends whose function may run on: the task may then run beside it.
 MAY_RUN_ON = "did not end"
+#: How long a witness waits for a server that is away, in seconds.
+WITNESS_PATIENCE_S = 60.0
 
 
 @attrs.frozen
@@ -59,19 +64,39 @@ class Witness:
         """
         Write down that the attempt of *context* runs while the block does.
         """
+        row_id = ObjectId()
         began: Document = {
+            "_id": row_id,
             "task": context.key,
             "attempt": context.attempt,
             "running_id": context.running_id,
             "pid": os.getpid(),
             "t0": time.monotonic(),
         }
-        row_id = self._collection.insert_one(began).inserted_id
+        self._write(lambda: self._collection.insert_one(began))
         try:
             yield
         finally:
             ended = {"$set": {"t1": time.monotonic()}}
-            self._collection.update_one({"_id": row_id}, ended)
+            self._write(lambda: self._collection.update_one({"_id": row_id}, ended))
+
+    @staticmethod
+    def _write(call: Callable[[], object]) -> None:
+        """
+        Repeat *call* while the server is away: what was seen must not be lost.
+        """
+        end_s = time.monotonic() + WITNESS_PATIENCE_S
+        while True:
+            try:
+                call()
+            except DuplicateKeyError:
+                return
+            except PyMongoError:
+                if time.monotonic() > end_s:
+                    raise
+                threading.Event().wait(0.05)
+            else:
+                return
 
     def runs(self, task: str | None = None) -> list[Run]:
         """
@@ -238,8 +263,8 @@ def problems_of_runs(document: Document, runs: list[Run]) -> Iterator[str]:
             if one is not run and one.t0 <= run.t0 and (one.t1 is None or one.t1 > run.t0)
         ]
         if len(beside) >= places:
-            ids = [one.running_id for one in beside]
-            yield f"{run.running_id} began beside {ids}, whose leases never lapsed"
+            told = [(one, attempts.get(one.running_id)) for one in beside]
+            yield f"{run} began beside {told}, whose leases never lapsed"
 
 
 def _may_overlap(attempt: Attempt | None, counters: Mapping[str, int]) -> bool:

@@ -252,7 +252,7 @@ def _settle(document: Document, since_outage_ms: float | None) -> None:
     Expired attempts have failed; those that a stop had left behind never were.
     """
     interval_ms = document["task_option"]["ping_interval_ms"]
-    if since_outage_ms is not None and interval_ms > since_outage_ms:
+    if since_outage_ms is not None and max(interval_ms, 4_000) > since_outage_ms:
         return
     kept = []
     for attempt in attempts_of(document):

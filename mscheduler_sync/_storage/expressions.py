@@ -25,6 +25,8 @@ NEVER: Final = dt.datetime(9999, 12, 31, tzinfo=dt.timezone.utc)
 NOBODY: Final = "__cancelled__"
 #: Longer durations than a hundred years are refused where they are given, and not computed with.
 MAX_DURATION_MS: Final = 100 * 366 * 86_400_000
+#: A driver may need seconds to find a server that has come back, however often tasks beat.
+OUTAGE_PATIENCE_MS: Final = 4000
 #: Failed attempts after which a task fails even if its budget is kept per worker.
 WORKER_SCOPE_CAP: Final = 100
 
@@ -146,12 +148,13 @@ def settle(reason: str, *, elapsed_since_outage_ms: int | None) -> list[Stage]:
 
     One that a stopping worker marked as interrupted is removed and counted as
     released instead. Within *elapsed_since_outage_ms* after an outage of the
-    store nothing is settled before the task's own heartbeat interval has passed,
-    so that a living owner can speak first.
+    store nothing is settled before the task's own heartbeat interval has passed, and
+    `OUTAGE_PATIENCE_MS`, so that a living owner can speak first.
     """
     lapsed: list[Expr] = [E_OPEN, {"$lte": ["$$e.ping_expire_time", NOW]}]
     if elapsed_since_outage_ms is not None:
-        lapsed.append({"$lte": ["$task_option.ping_interval_ms", elapsed_since_outage_ms]})
+        patience_ms = {"$max": ["$task_option.ping_interval_ms", OUTAGE_PATIENCE_MS]}
+        lapsed.append({"$lte": [patience_ms, elapsed_since_outage_ms]})
     interrupted: Expr = {"$and": [{"$eq": ["$$e.interrupted", True]}, *lapsed]}
     as_failed: Expr = {
         "$mergeObjects": [
