@@ -513,7 +513,7 @@ def test_claims_by_name(table: Table, names: list[str | None]) -> None:
 @pytest.mark.parametrize("since_outage_ms", [0, 3_999, 4_000, 4_999, 5_000])
 def test_claims_after_an_outage(table: Table, since_outage_ms: int) -> None:
     """
-    Nothing is settled before 4 s and the task's own heartbeat interval have passed since the outage.
+    Nothing is settled before 4 s and the heartbeat interval have passed since the outage.
     """
     table.run(_make_claim(since_outage_ms=since_outage_ms))
     table.check(lambda case: _claim(case, since_outage_ms=since_outage_ms).document)
