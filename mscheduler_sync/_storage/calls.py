@@ -33,13 +33,14 @@ from pymongo.read_concern import ReadConcern
 
 from mscheduler_sync._runtime.clock import ServerClock
 from mscheduler_sync._runtime.log import Complaints
+from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage.codec import RAW
 from mscheduler_sync.errors import StoreError, StoreRejected, StoreUnavailable
 
 #: How long one call may take, in seconds, retries of the driver included.
 CALL_TIMEOUT_S: Final = 10.0
 #: A call that took longer has met an outage, in seconds.
-_SAT_OUT_S: Final = 1.0
+_SAT_OUT_S: Final = x.SAT_OUT_MS / 1000
 #: Server codes that mean "not now": interrupted, stepping down, shutting down, write concern.
 _PASSING_CODES: Final = frozenset(
     {6, 7, 24, 43, 46, 50, 63, 64, 79, 89, 91, 100, 112, 133, 134, 136, 189, 202, 237, 251, 262}
@@ -101,6 +102,8 @@ class ServerCalls:
         self._lock = threading.Lock()
         # Under _lock.
         self._trouble_since_s: float | None = None
+        #: Calls under way -> when they began. Those that may take long by themselves are not here.
+        self._under_way: dict[object, float] = {}
         #: Monotonic time of the last recovery from an outage; read without lock.
         self.recovered_at_s = float("-inf")
         self._complaints = Complaints(3600.0)
@@ -118,6 +121,9 @@ class ServerCalls:
         self.notice_fork()
         began_s = time.monotonic()
         left_s = self.deadline_s - began_s
+        call = object()
+        if timeout_s <= CALL_TIMEOUT_S:
+            self._under_way[call] = began_s
         try:
             # A passed deadline still leaves a moment, so that a last write has a chance.
             with pymongo.timeout(max(0.5, min(timeout_s, left_s))):
@@ -134,6 +140,8 @@ class ServerCalls:
             else:
                 self._note_answer()
             raise mine from error
+        finally:
+            self._under_way.pop(call, None)
         self._note_answer()
         now_s = time.monotonic()
         if now_s - began_s > _SAT_OUT_S:
@@ -163,6 +171,7 @@ class ServerCalls:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._trouble_since_s = None
+        self._under_way = {}
         self.clock = ServerClock()
         self._complaints = Complaints(3600.0)
 
@@ -170,9 +179,13 @@ class ServerCalls:
         """
         Seconds since the database answered again after an outage; 0 while it does not.
         """
+        now_s = time.monotonic()
         if self._trouble_since_s is not None:
             return 0.0
-        return time.monotonic() - self.recovered_at_s
+        # One operation each on a plain dict: no thread sees it half changed.
+        if any(now_s - began_s > _SAT_OUT_S for began_s in list(self._under_way.values())):
+            return 0.0
+        return now_s - self.recovered_at_s
 
     def measure_clock(self) -> None:
         """

@@ -27,6 +27,8 @@ NOBODY: Final = "__cancelled__"
 MAX_DURATION_MS: Final = 100 * 366 * 86_400_000
 #: A driver may need seconds to find a server that has come back, however often tasks beat.
 OUTAGE_PATIENCE_MS: Final = 4000
+#: A call that takes longer has met an outage of some kind.
+SAT_OUT_MS: Final = 1000
 #: Failed attempts after which a task fails even if its budget is kept per worker.
 WORKER_SCOPE_CAP: Final = 100
 
@@ -142,19 +144,24 @@ def position_of_task(keys: Sequence[str]) -> Expr:
     return {"$indexOfArray": [literal(list(keys)), "$key"]}
 
 
-def settle(reason: str, *, elapsed_since_outage_ms: int | None) -> list[Stage]:
+def settle(
+    reason: str, *, elapsed_since_outage_ms: int | None, sent_at: dt.datetime | None = None
+) -> list[Stage]:
     """
     End every open attempt whose lease has lapsed: it becomes a failed one with *reason*.
 
     One that a stopping worker marked as interrupted is removed and counted as
     released instead. Within *elapsed_since_outage_ms* after an outage of the
     store nothing is settled before the task's own heartbeat interval has passed, and
-    `OUTAGE_PATIENCE_MS`, so that a living owner can speak first.
+    `OUTAGE_PATIENCE_MS`, so that a living owner can speak first. A statement that was *sent_at*
+    more than `SAT_OUT_MS` ago has itself sat an outage out, and settles nothing either.
     """
     lapsed: list[Expr] = [E_OPEN, {"$lte": ["$$e.ping_expire_time", NOW]}]
     if elapsed_since_outage_ms is not None:
         patience_ms = {"$max": ["$task_option.ping_interval_ms", OUTAGE_PATIENCE_MS]}
         lapsed.append({"$lte": [patience_ms, elapsed_since_outage_ms]})
+    if sent_at is not None:
+        lapsed.append({"$lte": [NOW, literal(sent_at + dt.timedelta(milliseconds=SAT_OUT_MS))]})
     interrupted: Expr = {"$and": [{"$eq": ["$$e.interrupted", True]}, *lapsed]}
     as_failed: Expr = {
         "$mergeObjects": [

@@ -362,7 +362,7 @@ class Table:
         self.collection.create_index("key", unique=True)
         self.collection.insert_many([case.document for case in self.cases])
 
-    def _server_time(self) -> dt.datetime:
+    def server_time(self) -> dt.datetime:
         reply = self.collection.database.client.admin.command("hello")
         return _stored(reply["localTime"])
 
@@ -376,7 +376,7 @@ class Table:
         if not self.filled:
             self._insert()
             self.filled = True
-        self.earliest = self._server_time() - SLACK
+        self.earliest = self.server_time() - SLACK
         if together:
             for start in range(0, len(chosen), 100):
                 self.store.update(make(chosen[start : start + 100]))
@@ -384,7 +384,7 @@ class Table:
             each = [make([case]) for case in chosen]
             writes = [UpdateOne(update.filter, update.pipeline) for update in each]
             self.collection.bulk_write(writes, ordered=False)
-        self.latest = self._server_time() + SLACK
+        self.latest = self.server_time() + SLACK
 
     def documents(self) -> dict[str, Document]:
         return {document["key"]: document for document in self.collection.find()}
@@ -525,6 +525,32 @@ def test_claims_after_an_outage(table: Table, since_outage_ms: int) -> None:
     assert settled == {
         interval for interval in (500, 5_000) if max(interval, 4_000) <= since_outage_ms
     }
+
+
+@pytest.mark.parametrize(("under_way_s", "settles"), [(0, True), (1.5, False)])
+def test_claims_that_were_long_under_way(table: Table, under_way_s: float, settles: bool) -> None:
+    """
+    A claim that has itself sat an outage out settles nothing: the living owner speaks first.
+    """
+
+    def make(cases: Sequence[Case]) -> Update:
+        sent_at = table.server_time() - dt.timedelta(seconds=under_way_s)
+        return statements.claim([(case.key, _new_id(case)) for case in cases], ME, sent_at=sent_at)
+
+    table.run(make)
+    after = table.documents()
+    settled = {
+        case.key
+        for case in table.cases
+        if _expired_at(after[case.key]) and not _expired_at(case.document)
+    }
+    expected = {
+        case.key
+        for case in table.cases
+        if _expired_at(_claim(case).document) and not _expired_at(case.document)
+    }
+    assert expected
+    assert settled == (expected if settles else set())
 
 
 def _expired_at(document: Document) -> bool:

@@ -41,8 +41,8 @@ def claim(
     Settle expired attempts, then add an attempt of *worker_id* to each task that allows it now.
 
     Repeating the statement changes nothing where the running_id stands already. Carried
-    out a lease, or 12 seconds, after *sent_at* (by a frozen server, say) it adds nothing: nobody
-    waits for its answer any more.
+    out a second after *sent_at* (by a frozen server, say) it settles nothing, after a lease or
+    12 seconds it adds nothing: nobody waits for its answer any more.
     """
     keys, running_ids = _split(refs)
     mine = {"$eq": ["$$e.worker_id", x.literal(worker_id)]}
@@ -83,7 +83,9 @@ def claim(
             **eligible_name(names),
         },
         pipeline=[
-            *x.settle(EXPIRED_REASON, elapsed_since_outage_ms=elapsed_since_outage_ms),
+            *x.settle(
+                EXPIRED_REASON, elapsed_since_outage_ms=elapsed_since_outage_ms, sent_at=sent_at
+            ),
             *x.derive(may_add=lambda: may, added=attempt, lease_end=lease_end),
         ],
     )
