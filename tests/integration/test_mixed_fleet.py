@@ -606,6 +606,21 @@ def test_many_tasks_that_rust_inserted_before_are_adopted(
     assert producer.count(status="succeeded") == count
 
 
+@pytest.mark.parametrize("lanes", [None, "missing"])
+def test_task_that_has_lost_its_lanes_only_is_adopted(
+    collection: Tasks, producer: Producer, lanes: None | str
+) -> None:
+    """
+    Whoever took the lanes away and left the due time: a pass finds the task without the stream.
+    """
+    producer.send("k", "p")
+    change = {"$set": {"lanes": None}} if lanes is None else {"$unset": {"lanes": ""}}
+    collection.update_one({"key": "k"}, change)
+    with polling(collection, lambda params: params):
+        assert producer.result("k", 20) == "p"
+    assert document(collection, "k")["lanes"] == ["*"]
+
+
 def test_claim_of_a_rust_worker_that_died_is_taken_over(
     collection: Tasks, producer: Producer, rust: RustWorker
 ) -> None:

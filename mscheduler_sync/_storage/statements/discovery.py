@@ -82,9 +82,9 @@ def eligible_name(names: Sequence[str | None] | None) -> Document:
 
 def underived(*, after_id: object | None, limit: int) -> Find:
     """
-    Documents without derived fields (written by a Rust worker), in order of _id. Index: lanes_due.
+    Documents without lanes (written by a Rust worker), in order of _id. Index: lanes_due.
     """
-    condition: Document = {"lanes": None, "due": None}
+    condition: Document = {"lanes": None}
     if after_id is not None:
         condition["_id"] = {"$gt": after_id}
     return Find(filter=condition, projection={"key": 1}, sort=[("_id", 1)], limit=limit)
