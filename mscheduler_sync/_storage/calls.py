@@ -71,7 +71,9 @@ def _text(error: PyMongoError) -> str:
     """
     details = error.details if isinstance(error, OperationFailure) else None
     if not isinstance(details, Mapping) or "errmsg" not in details:
-        return f"{type(error).__name__}: {error}"[:500]
+        # The driver's picture of all servers says nothing more to a reader.
+        told = str(error).partition(", Topology Description:")[0]
+        return f"{type(error).__name__}: {told}"[:500]
     name = details.get("codeName", "no name")
     return f"{type(error).__name__}: {details['errmsg']} (code {details.get('code')}, {name})"[:500]
 

@@ -608,7 +608,7 @@ def test_many_tasks_that_rust_inserted_before_are_adopted(
 
 @pytest.mark.parametrize("lanes", [None, "missing"])
 def test_task_that_has_lost_its_lanes_only_is_adopted(
-    collection: Tasks, producer: Producer, lanes: None | str
+    collection: Tasks, producer: Producer, lanes: str | None
 ) -> None:
     """
     Whoever took the lanes away and left the due time: a pass finds the task without the stream.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pymongo import MongoClient
-from pymongo.errors import AutoReconnect
+from pymongo.errors import AutoReconnect, PyMongoError
 
 from mscheduler_sync._storage.calls import ServerCalls
 from mscheduler_sync.errors import StoreUnavailable
@@ -72,3 +72,14 @@ def test_calls_that_may_take_long_are_no_sign(calls: ServerCalls) -> None:
     with calls._call(60.0):
         threading.Event().wait(1.1)
         assert calls.since_outage_s() == float("inf")
+
+
+def test_the_text_of_an_outage_is_short(calls: ServerCalls) -> None:
+    """
+    It says who did not answer, without the driver's picture of the whole cluster.
+    """
+    with pytest.raises(StoreUnavailable) as caught, calls._call(0.5):
+        calls._database.command("ping")
+    assert "127.0.0.1:1" in str(caught.value)
+    assert "Topology" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, PyMongoError)
