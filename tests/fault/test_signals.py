@@ -349,6 +349,7 @@ def test_an_ignored_signal_stays_ignored(start: Children, producer: Producer) ->
     child.send(signal.SIGINT)
     producer.send("two", {"do": "nothing"})
     child.wait_line('ended "two"')
+    producer.result("two", 20)
     child.send(signal.SIGTERM)
     child.wait_line('log "consumer_stopping"')
     child.open_gate("one")
