@@ -147,11 +147,29 @@ class Claims:
                 with contextlib.suppress(StoreError):
                     self._store.write(statements.release(grant, self._view.epoch()))
                 continue
+            if held.worker.is_leaving:
+                # It may have been removed while the claim was under way: nothing starts there.
+                self._handling.release(held)
+                continue
             self._handling.start(held)
             if document.get("mail"):
                 self._handling.read_mail(held)
-            if held.worker.is_leaving:
-                self._handling.release(held)
+
+    def give_back_late(self, starting: Sequence[Document], crew: Crew) -> None:
+        """
+        Give back what is *starting* under this node's name and not held: such a claim was
+        carried out after its time-out, when it was known to have taken nothing.
+        """
+        for job in starting:
+            if job["node"] != crew.node:
+                continue
+            held = self._held.find(job["_id"])
+            if held is not None and held.grant.fence == job["fence"]:
+                continue
+            # In this order: if the lease was lost meanwhile, its handlers may still be at work.
+            if self._held.life == crew.life:
+                grant = Grant(job["_id"], str(job["owner"]), int(job["fence"]))
+                self._store.write(statements.release(grant, self._view.epoch()))
 
     def _set_aside(self, grant: Grant, error: Exception) -> None:
         """
@@ -210,6 +228,5 @@ class Claims:
         if job.get("answered") is not None:
             self._store.remove(statements.remove_pending(job_id, dispatch_id))
         elif self._store.write(statements.cancel(job_id, dispatch_id, _CANCELLED))[0]:
-            key = statements.name_in(self._pool, job_id)
-            self._handling.file_failure(job_id, key, dispatch_id, _CANCELLED)
+            self._handling.file_failure(job_id, dispatch_id, _CANCELLED)
         self._pending.discard(job_id)

@@ -6,6 +6,7 @@ It is woken by hints, and looks for itself at every poll: hints are never needed
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Final
 
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
-from mscheduler_sync.errors import StoreError
+from mscheduler_sync.errors import PoolClosed, StoreError
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.claims import Claims, Crew
 from mscheduler_sync.pool.handling import Handling
@@ -133,7 +134,7 @@ class Control(Service):
         self._claims.claim_due(self._crew())
         self._take_mail()
         if time.monotonic() >= self._next_reap_s:
-            self._next_reap_s = self._reaper.look()
+            self._next_reap_s = self._reaper.look(self._crew())
         while self._retiring:
             node = self._retiring[0]
             self._store.write(statements.retire(node))
@@ -162,7 +163,9 @@ class Control(Service):
         if seen.ring.epoch != before:
             self._pending.look_again()
         crew = self._crew()
-        self._tidy(seen.ring)
+        with contextlib.suppress(PoolClosed):
+            # A shutdown that has begun since is found by the next look.
+            self._tidy(seen.ring)
         if scan:
             self._scan(crew)
             self._next_scan_s = time.monotonic() + _SAFETY_S

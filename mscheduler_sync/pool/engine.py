@@ -86,7 +86,6 @@ class Engine:
             epoch=self.view.epoch,
         )
         self.leaving = Leaving(self.store, settings.pool, self.held, self.handling)
-        self._reaper = Reaper(self.store, settings, self.view, self.handling, hub)
         self.membership = Membership(self.store, settings.pool, self.view, self.lease)
         claims = Claims(
             self.store,
@@ -96,6 +95,7 @@ class Engine:
             pending=self._pending,
             handling=self.handling,
         )
+        reaper = Reaper(self.store, settings, self.view, self.handling, claims, hub)
         self.control = Control(
             self.store,
             settings,
@@ -106,7 +106,7 @@ class Engine:
             handling=self.handling,
             executor=self.executor,
             claims=claims,
-            reaper=self._reaper,
+            reaper=reaper,
             crew=self.membership.crew,
             is_streaming=self.is_streaming,
             on_closed=on_pool_closed,

@@ -117,7 +117,11 @@ class Handling:
             return
         # Before the write: who was told that it runs finds it here.
         held.state = "running"
-        if self._write(held, statements.started(held.grant)) == 0:
+        matched = self._write(held, statements.started(held.grant))
+        if matched is None:
+            # Not known to be told: the dispatcher finds out, and the end of the lease stops it.
+            return
+        if matched == 0:
             self._lost(held)
             return
         held.answered = True
@@ -142,18 +146,15 @@ class Handling:
             failed = self._write(held, statements.fail(held.grant, stored))
             self._held.forget(held)
             if failed:
-                self.file_failure(held.id, held.key, held.dispatch_id, stored)
+                self.file_failure(held.id, held.dispatch_id, stored)
         self._hub.publish(events.JobStartFailed(key=held.key, error=name, retried=retried))
 
-    def file_failure(self, job_id: str, key: str, dispatch_id: str, error: dict[str, str]) -> None:
+    def file_failure(self, job_id: str, dispatch_id: str, error: dict[str, Any]) -> None:
         """
-        Put the verdict of a failed job where its dispatcher finds it, and free the key.
-
-        May be done by anybody, and more than once.
+        File the verdict of a failed job, and wake its dispatcher.
         """
         try:
-            self._store.write(statements.put_result(dispatch_id, self._pool, key, error))
-            self._store.remove(statements.remove_failed(job_id, dispatch_id))
+            self._store.file_failure(job_id, self._pool, dispatch_id, error)
         except StoreError as failure:
             # A later look at failed jobs files it.
             self.health.note_error(failure)

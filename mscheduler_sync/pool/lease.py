@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
 
 from mscheduler_sync._runtime import backoff
 from mscheduler_sync._runtime.log import Complaints, logger
@@ -26,7 +25,6 @@ from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.settings import new_worker_id
 
 _log = logger("heartbeat")
-_SHORTEST_CALL_S: Final = 0.05
 
 
 class Lease(Service):
@@ -136,8 +134,7 @@ class Lease(Service):
         timeout_s = min(self._ttl_s / 3, until_s - sent_s, CALL_TIMEOUT_S)
         try:
             matched, _ = self._store.write(
-                statements.beat(self.node, self._ttl_ms),
-                timeout_s=max(timeout_s, _SHORTEST_CALL_S),
+                statements.beat(self.node, self._ttl_ms), timeout_s=timeout_s
             )
         except StoreError as error:
             self._note(error)

@@ -82,6 +82,10 @@ class Leaving:
         while True:
             nodes: list[str] = []
             with contextlib.suppress(StoreError):
+                there = self._store.read_one(statements.pool_document(pool))
+                if there is None or there["state"] != statements.CLOSING:
+                    # Another has finished it, and the name may be in use anew.
+                    return ShutdownReport(own)
                 alive = self._store.read(statements.nodes_of(pool, statements.ALIVE))
                 for node in alive:
                     self._store.write(statements.condemn(node["_id"]))

@@ -149,8 +149,27 @@ class Node:
                     raise RuntimeError(msg)
                 self._state = "running"
             living.add(self)
+            self._warn_of_small_pool()
             self._engine.start()
         self._say("running")
+
+    def _warn_of_small_pool(self) -> None:
+        """
+        Threads that wait for a connection beat late; say so once, before it happens.
+        """
+        settings, size = self._settings, self._engine.store.max_pool_size
+        # A caller and the stream; lease, control and one handler.
+        needed = 1 + settings.watch + (0 if settings.client_only else 3)
+        if size is not None and size < needed:
+            _log.warning(
+                "the client's connection pool is smaller than the threads that may need it",
+                extra={
+                    "event": "small_pool",
+                    "worker_id": self.id,
+                    "max_pool_size": size,
+                    "needed": needed,
+                },
+            )
 
     def close(self, timeout: Duration | None = None) -> CloseReport:
         """
@@ -180,19 +199,28 @@ class Node:
         Blocks up to *timeout* seconds (default: `shutdown_timeout`) for all nodes; a dead one
         is waited for until its lease has ended. The report says what was left. Meanwhile and
         until it is complete, new jobs, workers and nodes are refused; afterwards the name of
-        the pool may be used anew.
+        the pool may be used anew. What was left is taken up by calling it again, on this node
+        or on a new one.
 
         Raises:
             RuntimeError: On a client-only node, or after `close`.
+            PoolClosed: The pool was shut down already.
+            StoreError: The database did not answer; call it again.
         """
         if self._settings.client_only:
             msg = "a client-only node cannot shut the pool down"
             raise RuntimeError(msg)
-        self._running()
         timeout_s = self._time(timeout)
         deadline_s = time.monotonic() + timeout_s
-        self._engine.begin_shutdown()
-        own = self._end(timeout_s, remove=True)
+        try:
+            self._running()
+        except PoolClosed:
+            if self._engine.view.refresh().state != statements.CLOSING:
+                raise
+            own = CloseReport()
+        else:
+            self._engine.begin_shutdown()
+            own = self._end(timeout_s, remove=True)
         return self._engine.leaving.finish_shutdown(own, deadline_s)
 
     def run_forever(self) -> CloseReport:

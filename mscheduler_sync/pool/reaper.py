@@ -14,6 +14,7 @@ from typing import Final
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync.events import EventHub
 from mscheduler_sync.pool import events, statements
+from mscheduler_sync.pool.claims import Claims, Crew
 from mscheduler_sync.pool.handling import Handling
 from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.statements import Document
@@ -39,6 +40,7 @@ class Reaper:
         settings: NodeSettings,
         view: PoolView,
         handling: Handling,
+        claims: Claims,
         hub: EventHub,
     ) -> None:
         self._store = store
@@ -46,12 +48,13 @@ class Reaper:
         self._ttl_s = settings.worker_ttl_s
         self._view = view
         self._handling = handling
+        self._claims = claims
         self._hub = hub
         self._buried: set[str] = set()
 
-    def look(self) -> float:
+    def look(self, crew: Crew) -> float:
         """
-        Look once; return the monotonic time of the next look.
+        Look once, for the node of *crew*; return the monotonic time of the next look.
 
         What refers to nodes is read before the nodes, so that none is missed which has
         registered meanwhile.
@@ -76,6 +79,7 @@ class Reaper:
         for node in dead:
             self._forget_in_time(node)
         self._buried &= gone
+        self._claims.give_back_late(starting, crew)
         self._file_failures()
         return self._next_look(ends)
 
@@ -124,7 +128,6 @@ class Reaper:
     def _file_failures(self) -> None:
         for job in self._store.read(statements.in_state(self._pool, statements.FAILED, _PAGE)):
             error = job.get("error")
-            key = statements.name_in(self._pool, job["_id"])
             self._handling.file_failure(
-                job["_id"], key, job["dispatch_id"], error if isinstance(error, dict) else {}
+                job["_id"], job["dispatch_id"], error if isinstance(error, dict) else {}
             )

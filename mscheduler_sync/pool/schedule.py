@@ -137,8 +137,9 @@ class ScheduleThread(Service):
                 msg = f"plan() must return a JobPlan, got {type(plan).__name__}"
                 raise TypeError(msg)  # noqa: TRY301 - logged like what a planner raises
         except ScheduleStop:
-            self._store.remove(statements.end_schedule(self._id, runner))
-            self.request_stop()
+            if self._store.remove(statements.end_schedule(self._id, runner)):
+                self.request_stop()
+            # Else it is another's by now, or gone: the next look tells.
             return
         except Exception as error:  # noqa: BLE001 - the next plan may be better
             self._complain("a planner has failed", "plan_failed", None, error)
@@ -151,22 +152,26 @@ class ScheduleThread(Service):
 
     def _carry_out(self, runner: str, plan: JobPlan, tracked: set[str]) -> bool:
         """
-        Start, then stop; return False if this node's stop has come between.
+        Start, then stop; return False if this node's stop has come between, or another runner:
+        who was taken for dead must not carry out an old plan beside a new one.
         """
         for key, payload in plan.start.items():
-            if self.stopping:
+            # Before the dispatch: a planner that dies between the two forgets no job.
+            if self.stopping or not self._store.write(statements.track(self._id, runner, key))[0]:
                 return False
             self._start_job(runner, key, payload)
         ending = tracked - set(plan.start) if plan.stop_all else set(plan.stop)
         for key in sorted(ending):
-            if self.stopping:
+            if self.stopping or not self._is_mine(runner):
                 return False
             self._stop_job(runner, key)
         return True
 
+    def _is_mine(self, runner: str) -> bool:
+        document = self._store.read_one(statements.schedule(self._id))
+        return document is not None and document["runner"] == runner
+
     def _start_job(self, runner: str, key: str, payload: Any) -> None:
-        # Before the dispatch: a planner that dies between the two forgets no job.
-        self._store.write(statements.track(self._id, runner, key))
         try:
             self._requests.dispatch(key, payload, self._dispatch_timeout_s)
         except JobExists:

@@ -5,9 +5,11 @@ Runs the statements of the pool.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
+import pymongo
 from bson.codec_options import CodecOptions
 from bson.raw_bson import RawBSONDocument
 from pymongo.collection import Collection
@@ -24,6 +26,8 @@ from mscheduler_sync.pool.statements import Document, Read, Removal, Where, Writ
 
 _log = logger("pool")
 
+#: Shorter time-outs are kept to by this module itself, in seconds.
+_SHORT_S: Final = 0.5
 _WHERE: Final[tuple[Where, ...]] = (
     "pools",
     "nodes",
@@ -47,6 +51,14 @@ class PoolStore(ServerCalls):
         self._collections: dict[Where, Collection[RawBSONDocument]] = {
             where: trusted(database[f"{prefix}{where}"]) for where in _WHERE
         }
+
+    @property
+    def max_pool_size(self) -> int | None:
+        """
+        How many connections the application's client opens at most; None: any number.
+        """
+        size = self._database.client.options.pool_options.max_pool_size
+        return None if size is None else int(size)
 
     @property
     def jobs(self) -> Collection[RawBSONDocument]:
@@ -117,7 +129,7 @@ class PoolStore(ServerCalls):
         update = collection.update_many if statement.many else collection.update_one
         for again in (True, False):
             try:
-                with self._call(timeout_s):
+                with self._call(timeout_s), _exactly(timeout_s):
                     result = update(statement.filter, statement.pipeline, upsert=statement.upsert)
                 made = 0 if result.upserted_id is None else 1
                 return result.matched_count + made, result.modified_count + made
@@ -133,6 +145,18 @@ class PoolStore(ServerCalls):
             if statement.many:
                 return collection.delete_many(statement.filter).deleted_count
             return collection.delete_one(statement.filter).deleted_count
+
+    def file_failure(
+        self, job_id: str, pool: str, dispatch_id: str, error: Mapping[str, Any]
+    ) -> None:
+        """
+        Put the verdict of a failed job where its dispatcher finds it, and free the key.
+
+        May be done by anybody, and more than once.
+        """
+        key = statements.name_in(pool, job_id)
+        self.write(statements.put_result(dispatch_id, pool, key, error))
+        self.remove(statements.remove_failed(job_id, dispatch_id))
 
     def insist(
         self,
@@ -164,3 +188,10 @@ class PoolStore(ServerCalls):
                 if give_up.wait(backoff.jittered(pause_s)):
                     return None
         return None
+
+
+def _exactly(timeout_s: float) -> AbstractContextManager[None]:
+    """
+    Bound a call by a short time-out: all calls are left half a second, but leases hang on this.
+    """
+    return pymongo.timeout(timeout_s) if timeout_s < _SHORT_S else nullcontext()

@@ -48,7 +48,6 @@ from mscheduler_sync.pool.statements.jobs import (
     result,
     started,
     states,
-    withdraw,
 )
 from mscheduler_sync.pool.statements.membership import (
     beat,
@@ -91,6 +90,7 @@ from mscheduler_sync.pool.statements.requests import (
     jobs_of,
     mail_of,
     push,
+    pushed,
     stop_failed,
     took,
     watch_pipeline,
@@ -150,6 +150,7 @@ __all__ = [
     "pool_document",
     "postpone",
     "push",
+    "pushed",
     "put_result",
     "register_node",
     "register_worker",
@@ -175,7 +176,6 @@ __all__ = [
     "untrack",
     "watch_pipeline",
     "with_mail",
-    "withdraw",
     "workers_of_node",
     "workers_of_pool",
 ]

@@ -232,16 +232,6 @@ def remove_pending(job_id: str, dispatch_id: str) -> Removal:
     return Removal("jobs", {"_id": job_id, "state": PENDING, "dispatch_id": dispatch_id})
 
 
-def withdraw(job_id: str, dispatch_id: str) -> Removal:
-    """
-    Take back a dispatch that nobody has claimed: it will never start.
-    """
-    return Removal(
-        "jobs",
-        {"_id": job_id, "state": PENDING, "dispatch_id": dispatch_id, "answered": None},
-    )
-
-
 def remove_owned(grant: Grant) -> Removal:
     return Removal("jobs", grant.filter)
 

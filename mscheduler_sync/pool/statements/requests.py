@@ -22,14 +22,14 @@ from mscheduler_sync.pool.statements.base import (
 from mscheduler_sync.pool.statements.jobs import STATE_OF_JOB, Grant
 
 
-def ask_stop(job_id: str, stop_id: str, by: str) -> Write:
+def ask_stop(job_id: str, dispatch_id: str, stop_id: str, by: str) -> Write:
     """
     Leave a stop request with a job that has an owner; one that stands there already is kept.
     """
     request = {"id": x.literal(stop_id), "by": x.literal(by), "at": x.NOW}
     return Write(
         "jobs",
-        {"_id": job_id, "state": {"$in": [STARTING, RUNNING]}},
+        {"_id": job_id, "dispatch_id": dispatch_id, "state": {"$in": [STARTING, RUNNING]}},
         changed(stop={"$ifNull": ["$stop", request]}, mail=True),
     )
 
@@ -72,6 +72,14 @@ def push(job_id: str, token: str, payload: object, size: int) -> Write:
             },
         ),
     )
+
+
+def pushed(job_id: str, token: str) -> Read:
+    """
+    The job, if the notification *token* waits with it or was the last one to come.
+    """
+    is_there = [{"inbox_token": token}, {"inbox.token": token}]
+    return Read("jobs", {"_id": job_id, "$or": is_there}, {"_id": 1}, limit=1)
 
 
 def mail_of(grant: Grant) -> Read:
