@@ -3,8 +3,9 @@ A fleet of node processes for tests: the program of one, and its control from th
 
     python -m tests.pool_fleet URI DATABASE POOL NAME OPTIONS
 
-Each process has one node with one worker. A job's start begins a run: while it lasts, a
-thread of the process raises the fenced counter of its key and keeps the run's document up.
+Each process has one node with one worker, or with a planner if it has the option plan_interval.
+A job's start begins a run: while it lasts, a thread of the process raises the fenced counter of
+its key and keeps the run's document up.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from pymongo import MongoClient
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
 
-from mscheduler_sync.pool import Job, Node
+from mscheduler_sync.pool import Job, JobPlan, Node
 from tests.pool_invariants import FencedCounters, monotonic_s
 from tests.support import Document, wait_until
 
 ROOT = Path(__file__).parents[1]
+#: Of the processes' clients, for fail points.
+APP_NAME = "pool_fleet"
 
 
 class CountingHandler:
@@ -91,13 +94,46 @@ class CountingHandler:
                     self._counters.raise_(job.key, job.fence, run_id)
 
 
+class WantedJobs:
+    """
+    Plans what the document "wanted" says. After reading it, waits while it is told to hold this
+    process.
+    """
+
+    name = "wanted"
+
+    def __init__(self, database: Database[Document], name: str) -> None:
+        self._control = database.control
+        self._plans = database.plans
+        self._name = name
+
+    def plan(self) -> JobPlan:
+        wanted = self._control.find_one({"_id": "wanted"})
+        assert wanted is not None
+        self._plans.insert_one({"name": self._name, "keys": wanted["keys"]})
+        wait_until(lambda: not self._is_held(), "the plan may go on", 60)
+        return JobPlan(start=dict.fromkeys(wanted["keys"]), stop_all=True)
+
+    def _is_held(self) -> bool:
+        wanted = self._control.find_one({"_id": "wanted"})
+        return wanted is not None and wanted["hold"] == self._name
+
+
 def main() -> None:
     uri, database_name, pool, name, options = sys.argv[1:]
-    client: MongoClient[Document] = MongoClient(uri, serverSelectionTimeoutMS=3000)
-    handler = CountingHandler(client[database_name], name)
-    node = Node(client[database_name], pool, **json.loads(options))
+    client: MongoClient[Document] = MongoClient(
+        uri, serverSelectionTimeoutMS=3000, appname=APP_NAME
+    )
+    database = client[database_name]
+    arguments = json.loads(options)
+    interval = arguments.pop("plan_interval", None)
+    handler = CountingHandler(database, name)
+    node = Node(database, pool, **arguments)
     node.start()
-    node.add_worker(handler)
+    if interval is None:
+        node.add_worker(handler)
+    else:
+        node.schedule(WantedJobs(database, name), interval)
     print("ready", node.id, flush=True)
     report = node.run_forever()
     handler.end()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -184,6 +184,15 @@ def overlaps(runs: Iterable[Mapping[str, Any]]) -> list[str]:
             if first["ended"] is None or first["ended"] > second["began"]:
                 wrong.append(f"{key}: {dict(first)} and {dict(second)}")
     return wrong
+
+
+def started_twice(runs: Collection[Document]) -> list[str]:
+    """
+    Return the keys whose start was called twice under one fence; *runs* have key and fence.
+    """
+    found = runs.find({}, {"key": 1, "fence": 1})
+    counts = Counter((run["key"], run["fence"]) for run in found)
+    return [f"{key} under {fence}" for (key, fence), count in counts.items() if count > 1]
 
 
 def monotonic_s() -> float:
