@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
 
+from mscheduler_sync import StoreError
 from mscheduler_sync.pool import Job, JobPlan, Node
 from tests.pool_invariants import FencedCounters, monotonic_s
 from tests.support import Document, wait_until
@@ -119,6 +120,18 @@ class WantedJobs:
         return wanted is not None and wanted["hold"] == self._name
 
 
+def insist(call: Callable[[], object]) -> None:
+    """
+    Do as an application does that is started before its database answers.
+    """
+    while True:
+        try:
+            call()
+        except StoreError:
+            continue
+        return
+
+
 def main() -> None:
     uri, database_name, pool, name, options = sys.argv[1:]
     client: MongoClient[Document] = MongoClient(
@@ -129,11 +142,11 @@ def main() -> None:
     interval = arguments.pop("plan_interval", None)
     handler = CountingHandler(database, name)
     node = Node(database, pool, **arguments)
-    node.start()
+    insist(node.start)
     if interval is None:
-        node.add_worker(handler)
+        insist(lambda: node.add_worker(handler))
     else:
-        node.schedule(WantedJobs(database, name), interval)
+        insist(lambda: node.schedule(WantedJobs(database, name), interval))
     print("ready", node.id, flush=True)
     report = node.run_forever()
     handler.end()

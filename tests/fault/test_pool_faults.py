@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,9 +25,7 @@ from tests.pool_fleet import NodeProcess, fleet
 from tests.pool_invariants import FencedCounters, Member, Recorder, broken, overlaps, owners
 from tests.support import Document, fail_point, wait_until
 
-#: Minutes of waiting for leases and servers: run with the stress tests.
-
-Grow = Callable[[str], NodeProcess]
+Grow = Callable[..., NodeProcess]
 TTL_S = 2.0
 
 
@@ -39,15 +38,13 @@ def watch(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def grow(
-    server_uri: str, database: Database[Document], watch: bool
-) -> Iterator[Callable[[str], NodeProcess]]:
+def grow(server_uri: str, database: Database[Document], watch: bool) -> Iterator[Grow]:
     """
     Add processes to a fleet of the pool "p" with leases of two seconds.
     """
     with fleet(server_uri, database.name, "p") as processes:
 
-        def one(name: str) -> NodeProcess:
+        def one(name: str, **options: Any) -> NodeProcess:
             process = NodeProcess(
                 server_uri,
                 database.name,
@@ -57,6 +54,7 @@ def grow(
                 watch=watch,
                 poll_interval=0.2,
                 shutdown_timeout=10,
+                **options,
             )
             processes.append(process)
             return process
@@ -282,3 +280,84 @@ def test_graceful_ends_overlap_nowhere(
     assert [
         line for one in processes[:3] for line in one.lines if "closed" in line and "[]" in line
     ]
+
+
+class Planning:
+    """
+    What the planners of the processes are to plan, and what they have planned.
+    """
+
+    def __init__(self, database: Database[Document], grow: Grow) -> None:
+        self._database = database
+        self._grow = grow
+
+    def want(self, *keys: str, hold: str = "") -> None:
+        """
+        Have *keys* run and nothing else; the process *hold* stops in the middle of its next plan.
+        """
+        self._database.control.replace_one(
+            {"_id": "wanted"}, {"keys": list(keys), "hold": hold}, upsert=True
+        )
+
+    def grow(self, name: str) -> NodeProcess:
+        process = self._grow(name, plan_interval=0.3)
+        process.wait_ready()
+        return process
+
+    def count(self, name: str) -> int:
+        return self._database.plans.count_documents({"name": name})
+
+    def runs(self) -> dict[str, int]:
+        """
+        How often each key was started.
+        """
+        return Counter(run["key"] for run in self._database.runs.find({}, {"key": 1}))
+
+    def is_running(self, *keys: str) -> bool:
+        jobs = self._database.pool_jobs.find({"pool": "p"}, {"key": 1, "state": 1})
+        return {job["key"]: job["state"] for job in jobs} == dict.fromkeys(keys, "running")
+
+
+@pytest.fixture
+def planning(grow: Grow, caller: Node, database: Database[Document]) -> Planning:
+    """
+    A node for the jobs, and the planners to come.
+    """
+    grow("worker").wait_ready()
+    return Planning(database, grow)
+
+
+def test_a_planner_is_killed_in_the_middle_of_a_plan(planning: Planning) -> None:
+    """
+    Another node makes the plan when the lease has ended, and each job is started once.
+    """
+    planning.want("k0", "k1", "k2", hold="killed")
+    killed = planning.grow("killed")
+    wait_until(lambda: planning.count("killed") == 1, "it plans")
+    planning.grow("other")
+    assert planning.count("other") == 0
+    killed.signal(signal.SIGKILL)
+    wait_until(lambda: planning.count("other") >= 3, "the other plans, again and again", 20)
+    wait_until(lambda: planning.is_running("k0", "k1", "k2"), "the plan is carried out")
+    assert planning.runs() == {"k0": 1, "k1": 1, "k2": 1}
+    assert planning.count("killed") == 1
+
+
+def test_a_planner_freezes_in_the_middle_of_a_plan(planning: Planning) -> None:
+    """
+    Another node makes it, and later ones. Thawed, the first one does not carry the old plan out.
+    """
+    planning.want("k0", "k1", "k2", hold="frozen")
+    frozen = planning.grow("frozen")
+    wait_until(lambda: planning.count("frozen") == 1, "it plans")
+    other = planning.grow("other")
+    frozen.signal(signal.SIGSTOP)
+    wait_until(lambda: planning.is_running("k0", "k1", "k2"), "the other plans", 20)
+    planning.want("z")
+    wait_until(lambda: planning.is_running("z"), "the plan is another by now", 20)
+    frozen.signal(signal.SIGCONT)
+    other.signal(signal.SIGTERM)
+    assert other.process.wait(20) == 0
+    wait_until(lambda: planning.count("frozen") >= 2, "the first one plans anew", 20)
+    wait_until(lambda: planning.is_running("z"), "its new plan is carried out")
+    assert planning.runs() == {"k0": 1, "k1": 1, "k2": 1, "z": 1}

@@ -404,6 +404,41 @@ def test_a_shutdown_refuses_what_comes_and_tells_what_stays(
     first.close()
 
 
+@pytest.mark.parametrize("who", ["the same node", "a new node"])
+def test_a_shutdown_that_was_not_complete_is_taken_up_again(
+    make: Make, recorder: Recorder, database: Database[Document], who: str
+) -> None:
+    """
+    Once what was left has ended: then the pool is gone, and its name may be used anew.
+    """
+    release = threading.Event()
+
+    class Handler(Member):
+        def stop(self, key: str) -> None:
+            release.wait(30)
+            super().stop(key)
+
+    first, second = make(worker_ttl=2), make(worker_ttl=2)
+    first.add_worker(Handler(recorder))
+    first.dispatch("a")
+    try:
+        assert not second.shutdown(0.5).complete
+    finally:
+        release.set()
+    again = second if who == "the same node" else make()
+    assert again.shutdown(20).complete
+    assert database.pool_pools.count_documents({}) == 0
+    with pytest.raises(PoolClosed):
+        second.shutdown()
+    fresh = make()
+    fresh.add_worker(Member(recorder))
+    fresh.dispatch("a")
+    # The new pool is none of the old one's business.
+    with pytest.raises(PoolClosed):
+        second.shutdown()
+    assert fresh.job_keys() == ["a"]
+
+
 def _is_shutdown(node: Node) -> bool:
     return node.is_shutdown
 
@@ -642,6 +677,38 @@ def test_a_plan_is_made_on_one_node_and_survives_occupied_keys(
     )
     assert recorder.of("k1") == [("start", "there before")]
     assert recorder.of("k4") == [("start", None)]
+
+
+@pytest.mark.parametrize(
+    "outcome", [JobPlan(start={"old": 1}), JobPlan(stop=["k"]), ScheduleStop()], ids=repr
+)
+def test_a_plan_that_another_has_taken_over_is_not_carried_out(
+    make: Make,
+    recorder: Recorder,
+    database: Database[Document],
+    outcome: JobPlan | ScheduleStop,
+) -> None:
+    """
+    Its planner was taken for dead while it planned: what it comes to is out of date.
+    """
+
+    class Overtaken(Planned):
+        def plan(self) -> JobPlan:
+            if self.calls == 0:
+                # As the node would have it that has found this one dead.
+                database.pool_schedules.update_one({}, {"$set": {"runner": "another"}})
+            return super().plan()
+
+    node = make()
+    node.add_worker(Member(recorder))
+    node.dispatch("k")
+    planner = Overtaken(outcome, JobPlan(start={"new": 2}))
+    schedule = node.schedule(planner, 0.05)
+    assert schedule.wait_ended(30)
+    assert planner.calls == 3
+    assert node.job_keys() == ["k", "new"]
+    assert recorder.of("k") == [("start", None)]
+    assert recorder.of("old") == []
 
 
 def test_eight_dispatchers_of_the_same_keys(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from pymongo import MongoClient
 from pymongo.database import Database
 
 from mscheduler_sync import MSchedulerError, RetryLater
@@ -711,3 +712,52 @@ def test_a_second_ring_order_is_refused(make: Make) -> None:
     make(ring_order="created").start()
     with pytest.raises(ValueError, match="created"):
         make().start()
+
+
+@pytest.mark.parametrize(("client_only", "needed"), [(False, 5), (True, 2)])
+def test_a_connection_pool_that_is_too_small(
+    server_uri: str,
+    database: Database[Document],
+    caplog: pytest.LogCaptureFixture,
+    client_only: bool,
+    needed: int,
+) -> None:
+    """
+    One warning for one connection too few, none otherwise.
+    """
+
+    def told(size: int) -> list[dict[str, Any]]:
+        caplog.clear()
+        client: MongoClient[Document]
+        with (
+            MongoClient(server_uri, maxPoolSize=size) as client,
+            Node(client[database.name], "p", client_only=client_only) as node,
+        ):
+            node.start()
+        return [one.__dict__ for one in caplog.records if one.levelname == "WARNING"]
+
+    (warning,) = told(needed - 1)
+    assert warning["event"] == "small_pool"
+    assert (warning["max_pool_size"], warning["needed"]) == (needed - 1, needed)
+    assert told(needed) == []
+
+
+def test_many_jobs_over_few_connections(
+    server_uri: str, database: Database[Document], recorder: Recorder
+) -> None:
+    """
+    With two connections for everything, fifty jobs are dispatched and handed over.
+    """
+    client: MongoClient[Document]
+    with MongoClient(server_uri, maxPoolSize=2) as client:
+        with Node(client[database.name], "p", worker_ttl=10) as node:
+            node.add_worker(recorder)
+            threads = [threading.Thread(target=node.dispatch, args=(f"k{n}",)) for n in range(50)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            assert len(recorder.running) == 50
+            first = node.id
+            report = node.close()
+        assert (len(report.released), report.left, node.id) == (50, (), first)
