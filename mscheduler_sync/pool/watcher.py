@@ -20,8 +20,6 @@ _log = logger("watch")
 
 #: Shown of updates only; a whole document always has the first.
 _MAIL: Final = frozenset({"inbox_seq", "stop"})
-#: Nobody who waits for a job need look at it for these.
-_ON_THE_WAY: Final = (statements.PENDING, statements.STARTING)
 
 
 @attrs.frozen
@@ -68,7 +66,7 @@ class PoolWatcher(StreamReader):
     ) -> None:
         super().__init__(
             store.jobs,
-            statements.watch_pipeline(pool),
+            statements.watch_pipeline(pool, verdicts_only=listener is None),
             owner_id=node,
             log=_log,
             on_crash=on_crash,
@@ -113,5 +111,5 @@ class PoolWatcher(StreamReader):
                     epoch=fields.get("epoch"),
                 )
             )
-        if not is_new and state not in _ON_THE_WAY:
+        if not is_new and state not in statements.ON_THE_WAY:
             self._waiters.poke(job_id, answered if isinstance(answered, str) else None)

@@ -84,6 +84,7 @@ from mscheduler_sync.pool.statements.recurring import (
     untrack,
 )
 from mscheduler_sync.pool.statements.requests import (
+    ON_THE_WAY,
     ask_stop,
     count_pending,
     in_state,
@@ -106,6 +107,7 @@ __all__ = [
     "INBOX_LIMIT",
     "INDEXES",
     "MOST_IDS",
+    "ON_THE_WAY",
     "OPEN",
     "PENDING",
     "RESULT_KEPT_MS",

@@ -4,6 +4,8 @@ Stop requests, notifications, and the reads that find jobs.
 
 from __future__ import annotations
 
+from typing import Final
+
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync.pool.statements.base import (
     AFTER_SEPARATOR,
@@ -118,23 +120,29 @@ def count_pending(pool: str) -> Document:
     return {"pool": pool, "state": PENDING}
 
 
-def watch_pipeline(pool: str) -> list[x.Stage]:
+#: Of no interest to those who wait for what becomes of a job.
+ON_THE_WAY: Final = (PENDING, STARTING)
+
+
+def watch_pipeline(pool: str, *, verdicts_only: bool) -> list[x.Stage]:
     """
     The steps of this pool's jobs, without payloads. No expression here can raise.
+
+    *verdicts_only* leaves out, as far as the server can tell, that a job is on its way: each event
+    that is not sent brings the next one sooner.
     """
+    wanted: Document = {
+        "documentKey._id": {"$gte": pool + SEPARATOR, "$lt": pool + AFTER_SEPARATOR}
+    }
+    if verdicts_only:
+        wanted["operationType"] = {"$ne": "insert"}
+        wanted["updateDescription.updatedFields.state"] = {"$nin": list(ON_THE_WAY)}
     fields = ("state", "mail", "answered", "not_before", "epoch")
     shown = {f"fullDocument.{name}": 1 for name in fields}
     # A second notification leaves the mark as it is, but never the number.
     changing = (*fields, "inbox_seq", "stop")
     shown |= {f"updateDescription.updatedFields.{name}": 1 for name in changing}
     return [
-        {
-            "$match": {
-                "documentKey._id": {
-                    "$gte": pool + SEPARATOR,
-                    "$lt": pool + AFTER_SEPARATOR,
-                }
-            }
-        },
+        {"$match": wanted},
         {"$project": {"operationType": 1, "documentKey": 1, **shown}},
     ]
