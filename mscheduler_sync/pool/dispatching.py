@@ -30,7 +30,7 @@ from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.view import PoolView
-from mscheduler_sync.pool.waiting import Pauses, Waiter, Waiters
+from mscheduler_sync.pool.waiting import Pauses, Waiter, Waiters, pause_after
 
 #: The number of waiting jobs is counted anew after this long, in seconds.
 _COUNT_AGAIN_S: Final = 1.0
@@ -122,18 +122,18 @@ class Dispatches:
             self._counted_at_s = time.monotonic()
 
     def _insert(self, document: Document, deadline_s: float) -> None:
-        unsure = False
+        failures = 0
         while True:
             try:
-                if unsure and self._store.read_one(statements.result(document["dispatch_id"])):
+                if failures and self._store.read_one(statements.result(document["dispatch_id"])):
                     # It was there, and has failed already.
                     return
                 if self._store.insert_job(document):
                     return
             except StoreUnavailable:
                 # It may be there: the same again tells, or finds the server still away.
-                unsure = True
-                if time.monotonic() >= deadline_s:
+                failures += 1
+                if not pause_after(failures, deadline_s):
                     raise
                 continue
             there = self._store.read_one(statements.job(document["_id"], statements.STATE_OF_JOB))

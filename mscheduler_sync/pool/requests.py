@@ -20,7 +20,7 @@ from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.view import PoolView
-from mscheduler_sync.pool.waiting import Pauses, Waiter, Waiters
+from mscheduler_sync.pool.waiting import Pauses, Waiter, Waiters, pause_after
 
 #: A stop request that finds the job between two owners is tried again after so long.
 _MOVING_S: Final = 0.05
@@ -143,20 +143,20 @@ class Requests:
         token = uuid.uuid4().hex
         statement = statements.push(job_id, token, frozen.value, frozen.size_bytes)
         deadline_s = time.monotonic() + timeout_s
-        retried = False
+        failures = 0
         answer: tuple[int, int] | None = None
         while answer is None:
             try:
                 answer = self._store.write(statement)
             except StoreUnavailable:
-                if time.monotonic() >= deadline_s:
+                failures += 1
+                if not pause_after(failures, deadline_s):
                     raise
-                retried = True
         matched, changed = answer
         if not matched:
             raise JobNotFound(key)
         # Sent twice and nothing changed: the first one was applied, or found the inbox full too.
-        if not changed and not (retried and self._store.read(statements.pushed(job_id, token))):
+        if not changed and not (failures and self._store.read(statements.pushed(job_id, token))):
             raise InboxFull(key)
 
     def job_keys(self) -> list[str]:

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from mscheduler_sync._runtime import backoff
+
 
 class Waiter:
     """
@@ -74,6 +76,18 @@ class Waiters:
             waiters = [waiter for some in self._waiters.values() for waiter in some]
         for waiter in waiters:
             waiter.poke(None)
+
+
+def pause_after(failures: int, deadline_s: float) -> bool:
+    """
+    Wait before another try of what has failed so often; return False if there is no time left.
+    """
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        return False
+    pause_s = backoff.jittered(backoff.delay_s(failures, first_s=0.05, cap_s=1.0))
+    threading.Event().wait(min(pause_s, left_s))
+    return True
 
 
 class Pauses:

@@ -15,6 +15,12 @@ import pytest
 from bson.int64 import Int64
 from pymongo import MongoClient
 from pymongo.database import Database
+from pymongo.monitoring import (
+    CommandFailedEvent,
+    CommandListener,
+    CommandStartedEvent,
+    CommandSucceededEvent,
+)
 
 from mscheduler_sync import MSchedulerError, RetryLater, StoreUnavailable
 from mscheduler_sync.pool import (
@@ -87,6 +93,23 @@ class Asking(threading.Thread):
             self.verdict = error
         else:
             self.verdict = None
+
+
+class Sent(CommandListener):
+    """
+    Counts one command of a client.
+    """
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self.count = 0
+
+    def started(self, event: CommandStartedEvent) -> None:
+        self.count += event.command_name == self._command
+
+    def succeeded(self, event: CommandSucceededEvent) -> None: ...
+
+    def failed(self, event: CommandFailedEvent) -> None: ...
 
 
 @pytest.mark.parametrize("command", ["update", "delete"])
@@ -332,6 +355,37 @@ def test_a_notification_for_a_full_inbox_is_not_answered(
         assert len(job["inbox"]) == 2
     finally:
         release.set()
+
+
+@pytest.mark.parametrize("command", ["insert", "update"])
+def test_a_server_in_trouble_is_not_pressed(
+    make: Make,
+    server_uri: str,
+    client: MongoClient[Document],
+    database: Database[Document],
+    command: str,
+) -> None:
+    """
+    What fails at once is tried again after growing pauses, until the time is over.
+    """
+    sent = Sent(command)
+    node = make()
+    node.add_worker(Member(Recorder()))
+    own: MongoClient[Document]
+    with (
+        MongoClient(server_uri, appname="pressing", event_listeners=[sent]) as own,
+        Node(own[database.name], "p", client_only=True, dispatch_timeout=1) as caller,
+    ):
+        caller.dispatch("there")
+        before = sent.count
+        calls = {"insert": lambda: caller.dispatch("a"), "update": lambda: caller.notify("there")}
+        # "Exceeded time limit": at once, and nothing was done.
+        with (
+            fail_point(client, [command], "alwaysOn", appName="pressing", errorCode=262),
+            pytest.raises(StoreUnavailable),
+        ):
+            calls[command]()
+        assert 2 <= sent.count - before < 20
 
 
 @pytest.mark.parametrize("how", ["gone", "frozen"])
