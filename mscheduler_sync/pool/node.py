@@ -16,7 +16,7 @@ from pymongo.database import Database
 
 from mscheduler_sync._runtime import living
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync.errors import ComponentCrashed, PoolClosed
+from mscheduler_sync.errors import ComponentCrashed, PoolClosed, StoreError, StoreUnavailable
 from mscheduler_sync.events import Event, EventHub, Subscription
 from mscheduler_sync.health import PartReport
 from mscheduler_sync.pool import statements
@@ -114,6 +114,8 @@ class Node:
         self._closed = threading.Event()
         #: Serialises `start`.
         self._starting = threading.Lock()
+        # Under _starting: the last start that failed, and when, on the monotonic clock.
+        self._failed_start: tuple[float, StoreError] | None = None
         self._engine = Engine(
             database,
             self._settings,
@@ -126,14 +128,16 @@ class Node:
 
     def start(self) -> None:
         """
-        Enter the pool. Blocks until the database has answered; doing it again does nothing.
+        Enter the pool. Blocks until the database has answered, some ten seconds at most; doing
+        it again does nothing.
 
         Raises:
-            StoreError: The database did not answer; it may be tried again.
+            StoreError: The database did not answer; nothing has begun, and it may be tried again.
             PoolClosed: The pool is being shut down.
             ValueError: The pool uses another ring order.
             RuntimeError: The node was closed, or belongs to the parent process.
         """
+        asked_s = time.monotonic()
         with self._starting:
             self._check_process()
             state = self.state
@@ -142,7 +146,7 @@ class Node:
             if state != "new":
                 msg = f"this node is {state}; a node is started once"
                 raise RuntimeError(msg)
-            self._engine.enter()
+            self._enter(asked_s)
             with self._lock:
                 if self._state != "new":
                     msg = "this node was closed while it started"
@@ -152,6 +156,16 @@ class Node:
             self._warn_of_small_pool()
             self._engine.start()
         self._say("running")
+
+    def _enter(self, asked_s: float) -> None:
+        if self._failed_start is not None and self._failed_start[0] >= asked_s:
+            # It failed while this caller waited for its turn: he is not made to wait again.
+            raise StoreUnavailable(str(self._failed_start[1])) from self._failed_start[1]
+        try:
+            self._engine.enter()
+        except StoreError as error:
+            self._failed_start = (time.monotonic(), error)
+            raise
 
     def _warn_of_small_pool(self) -> None:
         """
