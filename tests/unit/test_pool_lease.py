@@ -24,12 +24,14 @@ class ScriptedStore:
     Gives one reply after another; an exception is raised. Remembers what was asked.
     """
 
-    def __init__(self, *replies: int | Exception) -> None:
+    def __init__(self, *replies: int | Exception, takes_s: float = 0.0) -> None:
         self._replies = list(replies)
+        self._takes_s = takes_s
         self.asked: list[tuple[Write, float]] = []
 
     def write(self, statement: Write, *, timeout_s: float = 10.0) -> tuple[int, int]:
         self.asked.append((statement, timeout_s))
+        threading.Event().wait(self._takes_s)
         reply = self._replies.pop(0)
         if isinstance(reply, Exception):
             raise reply
@@ -70,11 +72,11 @@ def test_a_lease_is_believed_from_before_it_was_asked_for() -> None:
     """
     Until its length, less the margin, has passed: by the clock, whether or not a thread looks.
     """
-    lease = lease_of(ScriptedStore(1), Lost(), 0.4, 0.2)
+    lease = lease_of(ScriptedStore(1, takes_s=0.1), Lost(), 0.4, 0.2)
     assert not lease.holds(0)
     before_s = time.monotonic()
     lease.register()
-    assert before_s + 0.2 <= lease.until_s <= time.monotonic() + 0.2
+    assert before_s + 0.2 <= lease.until_s <= time.monotonic() - 0.1 + 0.2
     assert not lease.holds(1)
     threading.Event().wait(max(0.0, lease.until_s - time.monotonic()))
     assert not lease.holds(0)
