@@ -357,6 +357,26 @@ def test_a_notification_for_a_full_inbox_is_not_answered(
         release.set()
 
 
+@pytest.mark.parametrize(
+    "fault", [UNCONFIRMED, {"closeConnection": True}], ids=["done", "not done"]
+)
+def test_the_answer_to_a_tick_is_lost(
+    make: Make, client: MongoClient[Document], fault: Document
+) -> None:
+    """
+    It is delivered once, by whatever way the node learns that it has won it; and ticks go on.
+    """
+    ticks: list[int] = []
+    node = make("ticking", worker_ttl=300)
+    node.ticker("t", 0.1, lambda tick: ticks.append(tick.number))
+    wait_until(lambda: len(ticks) >= 2, "it ticks")
+    for _ in range(3):
+        with fail_point(client, ["update"], {"times": 1}, appName="ticking", **fault):
+            before = len(ticks)
+            wait_until(lambda before=before: len(ticks) >= before + 3, "it ticks again")  # type: ignore[misc]
+    assert ticks == list(range(1, len(ticks) + 1))
+
+
 @pytest.mark.parametrize("command", ["insert", "update"])
 def test_a_server_in_trouble_is_not_pressed(
     make: Make,
