@@ -29,6 +29,7 @@ from mscheduler_sync.pool import (
     InboxFull,
     Job,
     JobLost,
+    JobNotFound,
     Node,
     statements,
 )
@@ -355,6 +356,54 @@ def test_a_notification_for_a_full_inbox_is_not_answered(
         assert len(job["inbox"]) == 2
     finally:
         release.set()
+
+
+@pytest.mark.parametrize(
+    ("step", "who", "command", "skip"),
+    [
+        ("dispatch", "caller", "insert", 0),
+        ("claim", "node", "update", 0),
+        ("started", "node", "update", 1),
+        ("stop request", "caller", "update", 0),
+        ("removal", "node", "delete", 0),
+    ],
+)
+def test_the_answer_to_a_step_of_a_job_is_lost(
+    make: Make,
+    recorder: Recorder,
+    client: MongoClient[Document],
+    step: str,
+    who: str,
+    command: str,
+    skip: int,
+) -> None:
+    """
+    The step was done, and whoever asked for it finds that out: nothing is done twice, or given
+    back.
+    """
+    jobs: list[Job] = []
+
+    class Handler(Member):
+        def start(self, job: Job) -> None:
+            jobs.append(job)
+            super().start(job)
+
+    # Its heartbeats are far apart, so that the fault meets none of them.
+    node, caller = make("node", worker_ttl=300), make("caller", client_only=True)
+    node.add_worker(Handler(recorder))
+    caller.job_keys()
+    fault = fail_point(client, [command], {"skip": skip, "times": 1}, appName=who, **UNCONFIRMED)
+    with fault if step in {"dispatch", "claim", "started"} else contextlib.nullcontext():
+        caller.dispatch("a", 1)
+    assert [job.requeued for job in jobs] == [False]
+    with fault if step in {"stop request", "removal"} else contextlib.nullcontext():
+        with contextlib.suppress(StoreUnavailable):
+            caller.stop_job("a", wait=True)
+        # Who got no answer asks again.
+        with contextlib.suppress(JobNotFound):
+            caller.stop_job("a", wait=True)
+    assert recorder.of("a") == [("start", 1), ("stop", None)]
+    assert caller.job_keys() == []
 
 
 @pytest.mark.parametrize(
