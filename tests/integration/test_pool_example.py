@@ -46,4 +46,6 @@ def test_the_pollers_lose_a_process_and_no_station(
     assert found, done.stdout
     killed, _, ended, last = found.groups()
     assert sorted((killed, ended, last)) == ["berlin", "paris", "rome"]
-    assert set(client.list_database_names()) <= before
+    after = set(client.list_database_names())
+    # A write of another test that was on its way may have made that one's database anew.
+    assert {name for name in after - before if not name.startswith("test_")} == set()
