@@ -73,6 +73,13 @@ def _date_or_null(path: str) -> Expr:
     return {"$cond": [_is_date(path), path, None]}
 
 
+def _within_reach(path: str) -> Expr:
+    """
+    The date at *path*, or `NEVER` if that is earlier: something can be added to it.
+    """
+    return {"$min": [path, NEVER]}
+
+
 def literal(value: object) -> Expr:
     """
     Protect *value* from being read as a path or an expression.
@@ -203,7 +210,9 @@ def derive(
     crate_retry_time: Expr = {
         "$cond": [
             _is_date("$$e.fail_time"),
-            date_plus("$$e.fail_time", number_at("task_option.unexpected_retry_delay_ms")),
+            date_plus(
+                _within_reach("$$e.fail_time"), number_at("task_option.unexpected_retry_delay_ms")
+            ),
             None,
         ]
     }
@@ -335,7 +344,7 @@ def derive(
                         {"$eq": [{"$type": "$_derived.ended_at"}, "date"]},
                     ]
                 },
-                date_plus("$_derived.ended_at", "$keep_ms"),
+                date_plus(_within_reach("$_derived.ended_at"), "$keep_ms"),
                 "$$REMOVE",
             ]
         },

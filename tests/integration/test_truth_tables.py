@@ -26,11 +26,13 @@ from bson import (
     Timestamp,
 )
 from bson.codec_options import CodecOptions, TypeDecoder, TypeRegistry
+from bson.datetime_ms import DatetimeMS
 from bson.raw_bson import RawBSONDocument
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pymongo import UpdateOne
 from pymongo.collection import Collection
+from pymongo.errors import OperationFailure
 
 from mscheduler_sync import model
 from mscheduler_sync._stages.candidates import Lanes
@@ -1240,6 +1242,41 @@ def test_params_that_the_application_cannot_decode_are_refused() -> None:
     options: CodecOptions[Any] = CodecOptions(type_registry=TypeRegistry([_Broken()]))
     with pytest.raises(InvalidTask, match="no such currency"):
         _read(plain(params={"price": Decimal128("1")}), options)
+
+
+@pytest.mark.parametrize("statement", ON_ODD_DOCUMENTS)
+@pytest.mark.parametrize("milliseconds", [2**63 - 1, -(2**63)])
+def test_dates_beyond_all_years_raise_nothing(
+    collection: Collection[Document], milliseconds: int, statement: str
+) -> None:
+    """
+    BSON can hold dates of which no calendar knows; nothing that is added to them overflows.
+    """
+    far = DatetimeMS(milliseconds)
+    document = {
+        **plain({"ping_expire_time": far, "fail_time": far}),
+        "key": "failed",
+        "keep_ms": 1000,
+    }
+    document["task_option"]["unexpected_retry_delay_ms"] = 1000
+    document["task_state"]["worker_states"][0]["running_id"] = f"{document['key']}:0"
+    try:
+        collection.insert_one(document)
+    except OperationFailure as error:
+        pytest.skip(f"the server takes no such date: {error}")
+    ended = {**plain({"success_time": far}), "key": "ended", "keep_ms": 1000}
+    collection.insert_one(ended)
+    make, _ = ON_ODD_DOCUMENTS[statement]
+    store = TaskStore(collection)
+    store.update(make([Case(document, 1), Case(ended, 1)]))
+    store.update(statements.repair([document["key"], ended["key"]]))
+    (found,) = store.find(statements.whole(["failed"]))
+    if milliseconds > 0:
+        # The retry was reckoned from the last year that there is.
+        assert codec.envelope(found)["due"] == oracle.NEVER + dt.timedelta(seconds=1)
+    (found,) = store.find(statements.whole(["ended"]))
+    if milliseconds > 0:
+        assert codec.envelope(found)["expire_at"] == oracle.NEVER + dt.timedelta(seconds=1)
 
 
 def test_odd_documents_are_found_without_errors(odd_table: Table) -> None:
