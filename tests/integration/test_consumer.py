@@ -416,6 +416,25 @@ def test_run_until_idle_right_after_a_send(
             assert producer.result(f"k{number}", 0) == number
 
 
+def test_waits_beyond_every_timer(collection: Tasks, producer: Producer) -> None:
+    """
+    Tasks of the far future and time-outs of centuries overflow no timer of the system (B50).
+    """
+    last = dt.datetime(9999, 12, 30, tzinfo=dt.timezone.utc)
+    producer.send("in ten years", delay=dt.timedelta(days=3650))
+    producer.send("the last", run_at=last)
+    with Consumer(collection, echo) as consumer, consumer.subscribe(MarkSuccess) as events:
+        assert consumer.wait_started(1e12)
+        producer.send("now", 5)
+        assert producer.result("now", 1e12) == 5
+        assert events.wait_for(lambda event: event.key == "now", 1e12) is not None
+        assert consumer.run_until_idle(1e12)
+        health = consumer.health()
+        assert health.ok
+        assert health.queue_length == 0
+    assert producer.count(status="waiting") == 2
+
+
 def test_run_until_idle_gives_up_in_time(
     collection: Tasks, producer: Producer, go: threading.Event
 ) -> None:
