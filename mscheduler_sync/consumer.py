@@ -224,7 +224,7 @@ class Consumer:
         stored, and their tasks run again elsewhere once the lease ends, without
         having used up an attempt. Safe to call again, and from any thread; the
         second caller waits for the first. Called by a running task, or in a forked
-        child, it returns an empty report at once (the former asks for the stop).
+        child, it returns an empty report at once (the former has the stop done by a thread).
 
         Raises:
             ComponentCrashed: If a part had failed for good; the stop was done nevertheless.
@@ -235,7 +235,9 @@ class Consumer:
         if os.getpid() != self._pid:
             return StopReport()
         if self._parts is not None and self._parts.executor.is_running_here():
+            # A task cannot wait for its own end, and perhaps nobody waits in run_forever.
             self.request_stop()
+            self._stop_in_thread(timeout)
             return StopReport()
         with self._lock:
             state, parts = self._state, self._parts
@@ -324,21 +326,36 @@ class Consumer:
             self.start()
         parts = self._parts
         while parts is not None and not self._stop_asked.is_set():
-            left_s = min(_SLICE_S, deadline_s - time.monotonic())
-            if left_s <= 0:
+            if deadline_s <= time.monotonic():
                 return False
-            if not self._slots.wait_empty(left_s):
-                continue
             begun = self._running.begun
-            if not self._is_quiet():
-                # What is due waits for the claimer, or an outcome for the server: a moment.
-                self._stop_asked.wait(0.005)
+            if not self._wait_quiet(deadline_s):
                 continue
-            passed = parts.fetcher.wait_pass(left_s)
-            # An attempt that came and went meanwhile may have failed, and be due once more.
-            if passed and self._is_quiet() and self._running.begun == begun:
+            left_s = min(_SLICE_S, deadline_s - time.monotonic())
+            # What the pass finds goes through the claimer's hands, and may not be for us. An
+            # attempt that came and went meanwhile may have failed, and be due once more.
+            if (
+                parts.fetcher.wait_pass(left_s)
+                and self._wait_quiet(deadline_s)
+                and self._running.begun == begun
+            ):
                 return True
         self._raise_crash()
+        return False
+
+    def _wait_quiet(self, deadline_s: float) -> bool:
+        """
+        Wait until nothing is due or under way here, or the stop was asked for.
+        """
+        while not self._stop_asked.is_set():
+            if self._is_quiet():
+                return True
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            if self._slots.wait_empty(min(_SLICE_S, left_s)):
+                # What is due waits for the claimer, or an outcome for the server: a moment.
+                self._stop_asked.wait(0.005)
         return False
 
     def _is_quiet(self) -> bool:
@@ -480,13 +497,14 @@ class Consumer:
         )
         self.request_stop()
         # Nobody may be waiting in run_forever: end by ourselves, outside the failed thread.
-        threading.Thread(
-            target=self._stop_after_crash, name=f"ms-crash:{self.worker_id}", daemon=True
-        ).start()
+        self._stop_in_thread(None)
 
-    def _stop_after_crash(self) -> None:
-        with contextlib.suppress(ComponentCrashed):
-            self.stop()
+    def _stop_in_thread(self, timeout: float | None) -> None:
+        def stop() -> None:
+            with contextlib.suppress(ComponentCrashed):
+                self.stop(timeout)
+
+        threading.Thread(target=stop, name=f"ms-stop:{self.worker_id}", daemon=True).start()
 
     def _raise_crash(self) -> None:
         if self._crash is not None:

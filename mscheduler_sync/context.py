@@ -47,8 +47,9 @@ class TaskContext:
         #: The attempt's own id: a fencing token that outside systems may check.
         self.running_id: Final = running_id
         self.worker_id: Final = worker_id
-        #: When ``timeout=`` ends the attempt (aware, server clock), or None.
-        self.deadline: Final = deadline
+        #: When ``timeout=`` ends the attempt (aware, server clock), or None. An update of the
+        #: task moves it.
+        self.deadline = deadline
         #: Set once the attempt should end early; `reason` says why.
         self.cancelled: Final = threading.Event()
         self._report = report

@@ -184,7 +184,7 @@ class Producer:
             clean_success=clean_success,
             clean_failed=clean_failed,
         )
-        key = _checked_key(key)
+        key = _new_or_checked_key(key)
         frozen = self._frozen(params)
         self._ready(in_transaction=session is not None)
         document = options.document(key, frozen, self._store.clock.now())
@@ -242,7 +242,7 @@ class Producer:
             parts = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
             msg = (
                 "an item must be (key, params) or (key, params, options), "
-                f"got a {type(item).__name__}{parts}"
+                f"got {type(item).__name__}{parts}"
             )
             raise TypeError(msg)
         own = common
@@ -251,7 +251,7 @@ class Producer:
                 msg = f"the options of an item must be a mapping, got {type(item[2]).__name__}"
                 raise TypeError(msg)
             own = SendOptions.checked(**_known_options({**options, **item[2]}))
-        return _checked_key(item[0]), self._frozen(item[1]), own
+        return _new_or_checked_key(item[0]), self._frozen(item[1]), own
 
     def _send_chunk(
         self,
@@ -653,8 +653,12 @@ def _status(document: RawBSONDocument) -> Status:
     return model.derive(fields, model.read_attempts(fields))[0]
 
 
+def _new_or_checked_key(key: object) -> str:
+    return uuid.uuid4().hex if key is None else _checked_key(key)
+
+
 def _checked_key(key: object) -> str:
-    return uuid.uuid4().hex if key is None else text(key, "key")
+    return text(key, "key")
 
 
 def _known_options(options: Mapping[str, Any]) -> dict[str, Any]:

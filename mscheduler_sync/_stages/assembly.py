@@ -188,14 +188,17 @@ class Assembly:
                 )
             ),
         )
-        if report.abandoned or report.unstored:
+        stuck = self._running.stuck_keys()
+        if report.abandoned or report.unstored or stuck:
             _log.warning(
-                "the stop ran out of time",
+                "the stop is incomplete",
                 extra={
                     "event": "stop_incomplete",
                     "worker_id": self._worker_id,
                     "abandoned": list(report.abandoned),
                     "unstored": list(report.unstored),
+                    # Their threads keep the process alive.
+                    "stuck": stuck,
                 },
             )
         return report

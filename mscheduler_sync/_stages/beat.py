@@ -5,7 +5,7 @@ The talk with the server about one attempt's lease, and what its function is tol
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from mscheduler_sync._runtime.log import Complaints, logger
@@ -15,7 +15,7 @@ from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.calls import CALL_TIMEOUT_S
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.context import Reason
-from mscheduler_sync.errors import InvalidTask, StoreError
+from mscheduler_sync.errors import InvalidTask, StoreError, StoreRejected
 from mscheduler_sync.model import decode_fields, read_options
 
 _log = logger("heartbeat")
@@ -43,10 +43,12 @@ class Beat:
         attempt: HeldAttempt,
         health: PartHealth,
         complaints: Complaints,
+        on_new_timeout: Callable[[HeldAttempt], None],
     ) -> None:
         self._store = store
         self._health = health
         self._complaints = complaints
+        self._on_new_timeout = on_new_timeout
         self.attempt: Final = attempt
         #: The last beat did not get through.
         self.is_failing = False
@@ -68,10 +70,7 @@ class Beat:
         sent_at_s = time.monotonic()
         progress = attempt.take_progress()
         try:
-            matched, _ = self._store.update(
-                statements.heartbeat([(attempt.key, attempt.running_id)], progress=progress),
-                timeout_s=timeout_s,
-            )
+            matched = self._renew(progress, timeout_s)
             if matched:
                 attempt.renewed(sent_at_s)
             found = self._store.find(statements.attempt_state([attempt.key]), timeout_s=timeout_s)
@@ -90,6 +89,30 @@ class Beat:
         self._learn(fields)
         return True
 
+    def _renew(self, progress: object, timeout_s: float) -> int:
+        """
+        Extend the lease; progress that the server refuses must not cost it.
+        """
+        attempt = self.attempt
+        refs = [(attempt.key, attempt.running_id)]
+        if progress is not None:
+            try:
+                return self._store.update(
+                    statements.heartbeat(refs, progress=progress), timeout_s=timeout_s
+                )[0]
+            except StoreRejected as error:
+                _log.error(
+                    "the progress that came with a heartbeat was refused by the server",
+                    extra={
+                        "event": "progress_refused",
+                        "worker_id": attempt.context.worker_id,
+                        "task_key": attempt.key,
+                        "running_id": attempt.running_id,
+                        "error": str(error)[:500],
+                    },
+                )
+        return self._store.update(statements.heartbeat(refs), timeout_s=timeout_s)[0]
+
     def _learn(self, fields: Mapping[str, Any]) -> None:
         attempt = self.attempt
         cancel = fields.get("cancel")
@@ -104,6 +127,12 @@ class Beat:
         allowed = options.worker_ids
         if allowed and attempt.context.worker_id not in allowed:
             tell(attempt, "options_changed", "the task may no longer run on this worker")
+        if options.timeout != attempt.options.timeout:
+            attempt.options = options
+            attempt.context.deadline = (
+                None if options.timeout is None else self._store.clock.at(attempt.timeout_at_s)
+            )
+            self._on_new_timeout(attempt)
         attempt.options = options
 
     def _on_trouble(self, error: StoreError, progress: object) -> None:

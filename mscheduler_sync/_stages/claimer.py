@@ -26,8 +26,8 @@ from mscheduler_sync._stages.outcome import OutcomeWriter
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.statements import Ref, Update
-from mscheduler_sync._storage.store import TaskStore
-from mscheduler_sync.errors import InvalidTask, StoreError
+from mscheduler_sync._storage.store import TaskStore, Together
+from mscheduler_sync.errors import InvalidTask, StoreError, StoreRejected
 from mscheduler_sync.events import EventHub, TaskOccupyResult, WaitOccupyQueueEmpty
 
 _log = logger("claim")
@@ -44,6 +44,8 @@ _OUTAGE_MEMORY_S: Final = 3600.0
 #: Bounds of the wait that grows with one's own lost claims, in seconds.
 _CONTENTION_FIRST_S, _CONTENTION_CAP_S = 0.005, 0.1
 _SPREAD_FIRST, _SPREAD_CAP = 64, 2000
+#: A claim that the server refuses so often is given up for now.
+_TRIES_IF_REFUSED: Final = 3
 
 
 class Claimer(Service):
@@ -201,7 +203,20 @@ class Claimer(Service):
                 sent_at=self._store.clock.now(),
             )
 
-        result = self._until_answered(refs, lambda: self._store.update_together(make, refs))
+        tries = 0
+
+        def send() -> Together:
+            nonlocal tries
+            tries += 1
+            try:
+                return self._store.update_together(make, refs)
+            except StoreRejected as error:
+                if tries < _TRIES_IF_REFUSED:
+                    raise
+                # Whatever it is, it must not stand before all other tasks for ever.
+                return Together(0, dict.fromkeys(range(len(refs)), str(error)))
+
+        result = self._until_answered(refs, send)
         for position, problem in result.errors.items():
             self._candidates.set_aside(refs[position][0], problem)
         return {refs[position][0] for position in result.errors}

@@ -79,6 +79,13 @@ class Heartbeats(Service):
                     attempt.claimed_at_s + attempt.options.timeout, attempt, self._check_timeout
                 )
 
+    def _watch_timeout(self, attempt: HeldAttempt) -> None:
+        """
+        The time-out has changed: look when it will be over.
+        """
+        with self._changed:
+            self._schedule(time.monotonic(), attempt, self._check_timeout)
+
     def request_stop(self) -> None:
         super().request_stop()
         with self._changed:
@@ -143,6 +150,8 @@ class Heartbeats(Service):
             tell(attempt, "lease_lost", "the lease was not renewed in time")
 
     def _check_timeout(self, attempt: HeldAttempt) -> None:
+        if attempt.timed_out or attempt.options.timeout is None:
+            return
         at_s = attempt.timeout_at_s
         if time.monotonic() < at_s:
             # Not started yet, or started later than it was claimed.
@@ -207,14 +216,17 @@ class Heartbeats(Service):
                     self._waiting.remove(attempt)
                 again_s = time.monotonic() + interval_s(attempt)
                 self._schedule(again_s, attempt, self._assign)
-            Beat(self._store, attempt, self.health, self.complaints).once()
+            self._beat_of(attempt).once()
+
+    def _beat_of(self, attempt: HeldAttempt) -> Beat:
+        return Beat(self._store, attempt, self.health, self.complaints, self._watch_timeout)
 
     # -- a beating thread --------------------------------------------------------------------
 
     def _beat_for_attempts(self) -> None:
         try:
             while (attempt := self._next_attempt()) is not None:
-                beat = Beat(self._store, attempt, self.health, self.complaints)
+                beat = self._beat_of(attempt)
                 while self._should_beat(attempt):
                     if not self._beat_once(beat):
                         break

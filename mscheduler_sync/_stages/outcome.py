@@ -28,8 +28,8 @@ from mscheduler_sync._stages.attempt import (
 )
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import Update
-from mscheduler_sync._storage.store import TaskStore
-from mscheduler_sync.errors import InvalidTask, StoreUnavailable
+from mscheduler_sync._storage.store import TaskStore, Together
+from mscheduler_sync.errors import InvalidTask, StoreRejected, StoreUnavailable
 from mscheduler_sync.events import (
     AttemptLost,
     AttemptReleased,
@@ -46,6 +46,8 @@ _log = logger("outcome")
 #: While other attempts run, an outcome waits this long for company, in seconds.
 GATHER_S: Final = 0.005
 _MOST_TOGETHER: Final = 100
+#: So often an outcome is tried that the server refuses without naming a document: minutes.
+_MOST_REFUSALS: Final = 20
 #: Results of one statement, in bytes; a statement may not exceed 16 MiB.
 _MOST_BYTES_TOGETHER: Final = 4 * 1024 * 1024
 
@@ -65,6 +67,8 @@ class _Pending:
     attempt: HeldAttempt | None
     retry_delay_s: float = 0.0
     progress: object = None
+    #: How often the server has refused it, and not for the document's sake.
+    refusals: int = 0
     #: An earlier try may have been applied.
     uncertain: bool = False
     #: Nothing is left to do for it.
@@ -226,8 +230,16 @@ class OutcomeWriter(Service):
             return chosen
 
     def _write(self, batch: Sequence[_Pending]) -> None:
+        refusal: StoreRejected | None = None
         for group in _groups(batch):
-            result = self._store.update_together(_statement, group)
+            try:
+                result = self._store.update_together(_statement, group)
+            except StoreRejected as error:
+                if not self._gives_up(group):
+                    # The others need not wait for what is tried again.
+                    refusal = error
+                    continue
+                result = Together(0, dict.fromkeys(range(len(group)), str(error)))
             reach("after_outcome")
             verdicts: Mapping[str, Verdict]
             if result.matched == len(group):
@@ -241,6 +253,17 @@ class OutcomeWriter(Service):
                 else:
                     self._finish(pending, verdicts[pending.running_id])
                 pending.done = True
+        if refusal is not None:
+            raise refusal
+
+    @staticmethod
+    def _gives_up(group: Sequence[_Pending]) -> bool:
+        """
+        All of *group* was refused: return whether that has happened too often.
+        """
+        for pending in group:
+            pending.refusals += 1
+        return all(pending.refusals >= _MOST_REFUSALS for pending in group)
 
     def _read_verdicts(
         self, batch: Sequence[_Pending], errors: Mapping[int, str]
@@ -262,8 +285,22 @@ class OutcomeWriter(Service):
 
     def _on_refused(self, pending: _Pending, problem: str) -> None:
         """
-        The server refuses this one statement: store the refusal as the failure, else give up.
+        The server refuses this one statement: without its progress, or as a failure, or not at all.
         """
+        if pending.progress is not None:
+            _log.error(
+                "the progress that came with an outcome was refused by the server",
+                extra={
+                    "event": "progress_refused",
+                    "worker_id": self._worker_id,
+                    "task_key": pending.key,
+                    "running_id": pending.running_id,
+                    "error": problem,
+                },
+            )
+            with self._changed:
+                self._pending.append(attrs.evolve(pending, progress=None, refusals=0))
+            return
         _log.error(
             "an outcome was refused by the server",
             extra={
@@ -298,7 +335,7 @@ class OutcomeWriter(Service):
         if verdict == "lost":
             if pending.attempt is not None:
                 _log.warning(
-                    "the lease was lost; the outcome is not stored",
+                    "the attempt was replaced or its task deleted; the outcome is not stored",
                     extra={"event": "lease_lost", **fields},
                 )
                 self._hub.publish(AttemptLost(key=key, running_id=pending.running_id))

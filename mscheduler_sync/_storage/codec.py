@@ -15,6 +15,11 @@ from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.errors import InvalidDocument
 from bson.raw_bson import RawBSONDocument
 
+#: MongoDB nests documents and arrays at most 100 deep (https://www.mongodb.com/docs/manual/reference/limits/);
+#: the task's document has its own levels around a value.
+MAX_DEPTH: Final = 90
+#: A level of nesting takes at least so many bytes.
+_LEVEL_BYTES: Final = 8
 #: A document may not exceed 16 MiB; the rest of it needs some room.
 MAX_PARAMS_BYTES: Final = 15 * 1024 * 1024
 
@@ -64,10 +69,30 @@ def freeze(value: object, options: CodecOptions[Any], *, what: str, limit_bytes:
         path, problem = _find_fault(value, options, what)
         msg = f"{path} cannot be stored: {problem}"
         raise Unstorable(msg) from error
+    if len(raw) > MAX_DEPTH * _LEVEL_BYTES and _is_deeper(value, MAX_DEPTH):
+        msg = f"{what} is nested more than {MAX_DEPTH} levels deep"
+        raise Unstorable(msg)
     if len(raw) > limit_bytes:
         msg = f"{what} takes {len(raw)} bytes, more than the limit of {limit_bytes}"
         raise Unstorable(msg)
     return Frozen(RawBSONDocument(raw, codec_options=RAW)["v"], len(raw))
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """
+    Return whether *value* has more than *levels* mappings and lists inside one another.
+    """
+    containers: list[object] = [value]
+    for _ in range(levels + 1):
+        containers = [one for one in containers if isinstance(one, (Mapping, list, tuple))]
+        if not containers:
+            return False
+        containers = [
+            inner
+            for one in containers
+            for inner in (one.values() if isinstance(one, Mapping) else one)  # type: ignore[attr-defined]
+        ]
+    return True
 
 
 def thaw(document: RawBSONDocument, field: str, options: CodecOptions[Any]) -> Any:

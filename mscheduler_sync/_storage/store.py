@@ -221,27 +221,38 @@ class TaskStore(ServerCalls):
         """
         Run the statement that *make* makes of *items*, one document each, in one command.
 
-        Where the server refuses it for one document's sake, each item is tried alone, so
-        that no other suffers.
+        Where the server refuses it, each item is tried alone, so that no other suffers from
+        one that cannot be stored.
 
         Raises:
             StoreUnavailable: Some of it may have happened; running it again is safe.
-            StoreRejected: The server refuses it whatever the document.
+            StoreRejected: The server refuses every item, and not for a document's sake.
         """
         try:
             matched, _ = self.update(make(items), timeout_s=timeout_s)
         except StoreRejected as error:
-            if not isinstance(error.__cause__, (WriteError, DocumentTooLarge)):
-                raise
             if len(items) == 1:
+                if not isinstance(error.__cause__, (WriteError, DocumentTooLarge)):
+                    raise
                 return Together(0, {0: str(error)})
         else:
             return Together(matched, {})
-        alone = [self.update_together(make, [item], timeout_s=timeout_s) for item in items]
-        return Together(
-            sum(one.matched for one in alone),
-            {n: one.errors[0] for n, one in enumerate(alone) if one.errors},
-        )
+        matched = 0
+        errors: dict[int, str] = {}
+        refusal: StoreRejected | None = None
+        for position, item in enumerate(items):
+            try:
+                one = self.update_together(make, [item], timeout_s=timeout_s)
+            except StoreRejected as error:
+                refusal = error
+                errors[position] = str(error)
+            else:
+                matched += one.matched
+                if one.errors:
+                    errors[position] = one.errors[0]
+        if refusal is not None and len(errors) == len(items):
+            raise refusal
+        return Together(matched, errors)
 
     def upsert(
         self, document: Mapping[str, Any], *, session: ClientSession | None

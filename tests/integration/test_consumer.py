@@ -551,6 +551,26 @@ def test_stop_from_a_task_asks_for_the_stop(collection: Tasks, producer: Produce
     assert set(report.finished) <= {"k"}
 
 
+def test_stop_from_a_task_stops_a_consumer_that_was_only_started(
+    collection: Tasks, producer: Producer
+) -> None:
+    """
+    Nobody waits in `run_forever`: the stop is done all the same.
+    """
+    reports: list[StopReport] = []
+
+    def function(_params: Any) -> None:
+        reports.append(consumer.stop())
+
+    consumer = polling(collection, function)
+    consumer.start()
+    producer.send("k")
+    wait_until(lambda: consumer.state == "stopped", "it has stopped", 20)
+    assert reports == [StopReport()]
+    assert task_of(producer).status == "succeeded"
+    assert consumer.stop().finished == ("k",)
+
+
 def test_request_stop_ends_run_forever(collection: Tasks, producer: Producer) -> None:
     """
     Nothing more is claimed, and `run_forever` returns the report of its stop.

@@ -963,3 +963,123 @@ def test_context_variables_are_the_attempt_s_own(producer: Producer, collection:
         assert consumer.run_until_idle(10)
     assert seen == ["unset", "from around"] * 3
     assert _variable.get() == "unset"
+
+
+# -- what the server refuses -----------------------------------------------------------------------
+
+
+def test_a_result_that_the_server_cannot_take_holds_up_no_other(
+    producer: Producer, collection: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    A refusal that names no document is found by trying each alone.
+    """
+    monkeypatch.setattr("mscheduler_sync._storage.codec.MAX_DEPTH", 10_000)
+    monkeypatch.setattr("mscheduler_sync._stages.outcome._MOST_REFUSALS", 2)
+    together = threading.Barrier(6)
+
+    def function(params: Any) -> Any:
+        together.wait(20)
+        value: Any = 1
+        for _ in range(600 if params == "deep" else 0):
+            value = {"a": value}
+        return value
+
+    producer.send("deep", "deep", max_attempts=1)
+    producer.send_many([(f"flat-{n}", n) for n in range(5)])
+    with Consumer(collection, function, max_workers=6) as consumer:
+        assert [producer.result(f"flat-{n}", 20) for n in range(5)] == [1] * 5
+        wait_until(lambda: task_of(producer, "deep").is_finished, "the deep one has ended", 20)
+        assert consumer.run_until_idle(20)
+    if task_of(producer, "deep").status == "failed":
+        assert reasons(task_of(producer, "deep"))[0].startswith("UnstorableResult: ")
+
+
+ROOM = 15 * 2**20 - 100
+
+
+@pytest.mark.parametrize("end", ["return", "raise", "snooze"])
+def test_progress_without_room_costs_neither_lease_nor_outcome(
+    producer: Producer, collection: Tasks, end: str
+) -> None:
+    """
+    Params and progress may be too much for one document together: the progress is dropped.
+    """
+    go = threading.Event()
+    contexts: list[TaskContext] = []
+
+    def function(_params: Any, context: TaskContext) -> int:
+        contexts.append(context)
+        if len(contexts) == 1:
+            context.progress("p" * (2**20 - 100))
+            go.wait(30)
+            context.progress("p" * (2**20 - 100))
+            if end == "raise":
+                raise ValueError("mine")
+            if end == "snooze":
+                raise Snooze(0)
+        return 1
+
+    producer.send("k", "P" * ROOM, lease=3, heartbeat=0.2, max_attempts=2, retry_delay=0)
+    with polling(collection, function) as consumer:
+        wait_until(lambda: contexts, "it runs", 20)
+        first = task_of(producer).attempts[0].lease_end
+        wait_until(lambda: task_of(producer).attempts[0].lease_end != first, "it beats", 20)
+        assert not contexts[0].cancelled.is_set()
+        go.set()
+        assert producer.result("k", 20) == 1
+        assert consumer.health().ok
+    task = task_of(producer)
+    assert task.progress is None
+    assert reasons(task) == (["ValueError: mine"] if end == "raise" else [])
+    assert len(contexts) == (1 if end == "return" else 2)
+
+
+# -- time-outs that change -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [None, 60])
+def test_a_timeout_that_an_update_sets_is_kept(
+    producer: Producer, collection: Tasks, before: float | None
+) -> None:
+    """
+    The running function is told when the new time is over, and its deadline says so.
+    """
+    contexts: list[TaskContext] = []
+
+    def function(_params: Any, context: TaskContext) -> None:
+        contexts.append(context)
+        context.cancelled.wait(30)
+        context.check()
+
+    producer.send("k", timeout=before, max_attempts=1, heartbeat=0.2)
+    with polling(collection, function) as consumer:
+        wait_until(lambda: contexts, "it runs", 20)
+        deadline = contexts[0].deadline
+        producer.update("k", timeout=1)
+        with pytest.raises(TaskFailed, match="TimedOut"):
+            producer.result("k", 20)
+        assert contexts[0].reason == "timed_out"
+        assert contexts[0].deadline is not None
+        assert deadline is None or contexts[0].deadline < deadline
+        assert consumer.run_until_idle(10)
+
+
+def test_a_timeout_that_an_update_takes_away_ends_nothing(
+    producer: Producer, collection: Tasks
+) -> None:
+    """
+    The function runs on beyond the time that it had at first.
+    """
+    contexts: list[TaskContext] = []
+
+    def function(_params: Any, context: TaskContext) -> str:
+        contexts.append(context)
+        return "told" if context.cancelled.wait(3) else "done"
+
+    producer.send("k", timeout=2, max_attempts=1, heartbeat=0.2)
+    with polling(collection, function):
+        wait_until(lambda: contexts, "it runs", 20)
+        producer.update("k", timeout=None)
+        assert producer.result("k", 20) == "done"
+        assert contexts[0].deadline is None

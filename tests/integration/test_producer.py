@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -134,6 +134,24 @@ def arranged(producer: Producer, collection: Tasks, state: str) -> Document:
 
 
 # -- a new task --------------------------------------------------------------------------------
+
+
+def test_only_a_send_makes_keys(producer: Producer) -> None:
+    """
+    None asks a send for a key of its own; elsewhere it is a mistake, and told as one.
+    """
+    assert producer.send(None).inserted
+    calls: list[Callable[[Any], object]] = [
+        producer.get,
+        producer.update,
+        producer.cancel,
+        producer.retry,
+        producer.delete,
+        producer.result,
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="key must be a string"):
+            call(None)
 
 
 @pytest.mark.parametrize("if_exists", ["keep", "update", "rerun", "raise"])
