@@ -42,7 +42,10 @@ _CANNOT_START_PAUSE_S: Final = 1.0
 #: Longer ago than any heartbeat interval, an outage need not be spoken of, in seconds.
 _OUTAGE_MEMORY_S: Final = 3600.0
 #: Bounds of the wait that grows with one's own lost claims, in seconds.
-_CONTENTION_FIRST_S, _CONTENTION_CAP_S = 0.005, 0.1
+_CONTENTION_FIRST_S, _CONTENTION_CAP_S = 0.02, 1.0
+#: A lone key that is lost doubles the wait and one that is won halves it: whatever the number of
+#: idle consumers, their waits settle where about one claim per task is lost among all of them.
+_CALM_ONE, _CALM_MANY = 0.5, 0.9
 _SPREAD_FIRST, _SPREAD_CAP = 64, 2000
 #: A claim that the server refuses so often is given up for now.
 _TRIES_IF_REFUSED: Final = 3
@@ -153,12 +156,13 @@ class Claimer(Service):
             due = fields.get("due")
             if due is None or due <= now:
                 due_keys.add(fields.get("key"))
-        self._contention_s = self._calmed(self._contention_s)
+        if len(entries) > 1:
+            self._calm(_CALM_MANY)
         return [entry for entry in entries if entry.key in due_keys]
 
-    @staticmethod
-    def _calmed(contention_s: float) -> float:
-        return contention_s * 0.9 if contention_s > _CONTENTION_FIRST_S / 2 else 0.0
+    def _calm(self, factor: float) -> None:
+        calmed_s = self._contention_s * factor
+        self._contention_s = calmed_s if calmed_s > _CONTENTION_FIRST_S / 2 else 0.0
 
     # -- one batch ---------------------------------------------------------------------------
 
@@ -333,7 +337,7 @@ class Claimer(Service):
     ) -> None:
         lost = [key for key in keys if key not in documents and key not in refused]
         if not lost:
-            self._contention_s = self._calmed(self._contention_s)
+            self._calm(_CALM_MANY if len(keys) > 1 else _CALM_ONE)
             self._spread = self._spread // 2 if self._spread > _SPREAD_FIRST else 0
             return
         _log.debug(
