@@ -345,7 +345,9 @@ class Claimer(Service):
             extra={"event": "claims_lost", "worker_id": self._lanes.worker_id, "count": len(lost)},
         )
         self._candidates.note_other_worker()
-        if 2 * len(lost) >= len(keys):
+        # A key that is lost again and again is not for us: nobody competes for it.
+        fresh = [key for key in lost if key not in self._lost_before]
+        if 2 * len(fresh) >= len(keys):
             grown_s = max(_CONTENTION_FIRST_S, 2 * self._contention_s)
             self._contention_s = min(_CONTENTION_CAP_S, grown_s)
             self._spread = min(_SPREAD_CAP, max(_SPREAD_FIRST, 2 * self._spread))
