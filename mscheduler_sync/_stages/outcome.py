@@ -28,7 +28,7 @@ from mscheduler_sync._stages.attempt import (
 )
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import Update
-from mscheduler_sync._storage.store import TaskStore, Together
+from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import InvalidTask, StoreRejected, StoreUnavailable
 from mscheduler_sync.events import (
     AttemptLost,
@@ -46,8 +46,6 @@ _log = logger("outcome")
 #: While other attempts run, an outcome waits this long for company, in seconds.
 GATHER_S: Final = 0.005
 _MOST_TOGETHER: Final = 100
-#: So often an outcome is tried that the server refuses without naming a document: minutes.
-_MOST_REFUSALS: Final = 20
 #: Results of one statement, in bytes; a statement may not exceed 16 MiB.
 _MOST_BYTES_TOGETHER: Final = 4 * 1024 * 1024
 
@@ -67,8 +65,6 @@ class _Pending:
     attempt: HeldAttempt | None
     retry_delay_s: float = 0.0
     progress: object = None
-    #: How often the server has refused it, and not for the document's sake.
-    refusals: int = 0
     #: An earlier try may have been applied.
     uncertain: bool = False
     #: Nothing is left to do for it.
@@ -235,11 +231,10 @@ class OutcomeWriter(Service):
             try:
                 result = self._store.update_together(_statement, group)
             except StoreRejected as error:
-                if not self._gives_up(group):
-                    # The others need not wait for what is tried again.
-                    refusal = error
-                    continue
-                result = Together(0, dict.fromkeys(range(len(group)), str(error)))
+                # Perhaps a right is missing for a while: tried again, and the others need not
+                # wait. If it is this one outcome, the next one of its kind shows that.
+                refusal = error
+                continue
             reach("after_outcome")
             verdicts: Mapping[str, Verdict]
             if result.matched == len(group):
@@ -255,15 +250,6 @@ class OutcomeWriter(Service):
                 pending.done = True
         if refusal is not None:
             raise refusal
-
-    @staticmethod
-    def _gives_up(group: Sequence[_Pending]) -> bool:
-        """
-        All of *group* was refused: return whether that has happened too often.
-        """
-        for pending in group:
-            pending.refusals += 1
-        return all(pending.refusals >= _MOST_REFUSALS for pending in group)
 
     def _read_verdicts(
         self, batch: Sequence[_Pending], errors: Mapping[int, str]
@@ -299,7 +285,7 @@ class OutcomeWriter(Service):
                 },
             )
             with self._changed:
-                self._pending.append(attrs.evolve(pending, progress=None, refusals=0))
+                self._pending.append(attrs.evolve(pending, progress=None))
             return
         _log.error(
             "an outcome was refused by the server",
