@@ -156,6 +156,9 @@ class _Reader:
 
     def whole(self, name: str, low: int, high: int) -> int:
         value = self._fields.get(name)
+        if type(value) is int and low <= value <= high:
+            # Nearly always.
+            return value
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.refuse(name, f"must be a number, is {_kind(value)}")
         if not low <= value <= high or int(value) != value:

@@ -104,7 +104,7 @@ def _scope_is_worker(document: Document) -> bool:
 
 
 def _cancelled(document: Document) -> bool:
-    return document.get("cancel", {}).get("time") is not None
+    return (document.get("cancel") or {}).get("time") is not None
 
 
 def _is_spent(document: Document) -> bool:
@@ -186,7 +186,7 @@ def _derive(document: Document) -> Document:
         ends = [
             a.get(name) for a in attempts_of(document) for name in ("success_time", "fail_time")
         ]
-        ends.append(document.get("cancel", {}).get("time"))
+        ends.append((document.get("cancel") or {}).get("time"))
         times: list[Moment] = [end for end in ends if end is not None]
         if times:
             document["finished_at"] = max(times, key=_order)

@@ -23,6 +23,8 @@ class Entry:
     #: When it becomes due, on the monotonic clock.
     due_s: float
     priority: int
+    #: Whoever pushed it has seen a plain task: for one worker, and not tried yet.
+    plain: bool = False
     #: False once it was taken, moved or dropped.
     live: bool = True
     #: It was found due, and waits for a slot.
@@ -71,7 +73,7 @@ class DelayQueue:
         with self._changed:
             self._dropped_from_s = float("inf")
 
-    def push(self, key: str, due_s: float, priority: int = 0) -> bool:
+    def push(self, key: str, due_s: float, priority: int = 0, *, plain: bool = False) -> bool:
         """
         Add *key*, or move it; return whether it is in the queue now.
         """
@@ -79,12 +81,13 @@ class DelayQueue:
             old = self._entries.get(key)
             if old is not None:
                 if old.due_s == due_s and old.priority == priority:
+                    old.plain = plain
                     return True
                 self._remove(old)
             elif len(self._entries) >= self._limit and not self._make_room(due_s):
                 self._dropped_from_s = min(self._dropped_from_s, due_s)
                 return False
-            entry = Entry(key, due_s, priority)
+            entry = Entry(key, due_s, priority, plain)
             self._entries[key] = entry
             heapq.heappush(self._later, (due_s, next(self._sequence), entry))
             if self._later[0][2] is entry:

@@ -63,6 +63,19 @@ class Lanes:
         return isinstance(lanes, Sequence) and any(lane in self._mine for lane in lanes)
 
 
+def is_plain(fields: Mapping[str, Any]) -> bool:
+    """
+    Return whether a discovered document is a task for one worker that nobody has tried yet.
+    """
+    state, option = fields.get("task_state"), fields.get("task_option")
+    return (
+        isinstance(state, Mapping)
+        and isinstance(option, Mapping)
+        and state.get("worker_states") == []
+        and option.get("concurrent_worker_cnt") == 1
+    )
+
+
 class Candidates:
     """
     The entrance of the delay queue: skips what is set aside, tells the events. Thread-safe.
@@ -84,7 +97,8 @@ class Candidates:
 
     def offer(self, fields: Mapping[str, Any]) -> bool:
         """
-        Take a discovered document (key, due, priority, lease); return whether it is queued now.
+        Take a discovered document (key, due, priority, lease, attempts); return whether it is
+        queued now.
         """
         key, due = fields.get("key"), fields.get("due")
         if not isinstance(key, str) or not isinstance(due, dt.datetime):
@@ -101,7 +115,8 @@ class Candidates:
                 return False
             due_s = max(due_s, self._not_before_s.get(key, due_s))
         is_number = isinstance(priority, (int, float)) and math.isfinite(priority)
-        queued = self._queue.push(key, due_s, int(priority) if is_number and priority else 0)
+        level = int(priority) if is_number and priority else 0
+        queued = self._queue.push(key, due_s, level, plain=is_plain(fields))
         if queued and self._hub.has_listeners:
             self._hub.publish(WaitOccupy(key=key, next_occupy_time=self._clock().at(due_s)))
         return queued

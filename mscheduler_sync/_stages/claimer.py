@@ -5,14 +5,13 @@ Turns due keys into attempts: takes slots, claims in batches, reads back what wa
 from __future__ import annotations
 
 import datetime as dt
-import random
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
 
+import attrs
 from bson.raw_bson import RawBSONDocument
-from cachetools import TTLCache
 
 from mscheduler_sync import model
 from mscheduler_sync._runtime.crash_points import reach
@@ -21,7 +20,8 @@ from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._runtime.slots import Slots
 from mscheduler_sync._stages.attempt import HeldAttempt, Released
-from mscheduler_sync._stages.candidates import Candidates, Lanes
+from mscheduler_sync._stages.candidates import Candidates, Lanes, is_plain
+from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.outcome import OutcomeWriter
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.codec import envelope
@@ -29,6 +29,7 @@ from mscheduler_sync._storage.statements import Ref, Update
 from mscheduler_sync._storage.store import TaskStore, Together
 from mscheduler_sync.errors import InvalidTask, StoreError, StoreRejected
 from mscheduler_sync.events import EventHub, TaskOccupyResult, WaitOccupyQueueEmpty
+from mscheduler_sync.model import Attempt
 
 _log = logger("claim")
 _T = TypeVar("_T")
@@ -41,14 +42,32 @@ _IDLE_WAIT_S: Final = 60.0
 _CANNOT_START_PAUSE_S: Final = 1.0
 #: Longer ago than any heartbeat interval, an outage need not be spoken of, in seconds.
 _OUTAGE_MEMORY_S: Final = 3600.0
-#: Bounds of the wait that grows with one's own lost claims, in seconds.
-_CONTENTION_FIRST_S, _CONTENTION_CAP_S = 0.02, 1.0
-#: A lone key that is lost doubles the wait and one that is won halves it: whatever the number of
-#: idle consumers, their waits settle where about one claim per task is lost among all of them.
-_CALM_ONE, _CALM_MANY = 0.5, 0.9
-_SPREAD_FIRST, _SPREAD_CAP = 64, 2000
 #: A claim that the server refuses so often is given up for now.
 _TRIES_IF_REFUSED: Final = 3
+
+
+@attrs.frozen
+class _Found:
+    """
+    A document that was read back: as it came, and decoded.
+    """
+
+    document: RawBSONDocument
+    fields: dict[str, Any]
+    attempts: tuple[Attempt, ...]
+
+
+@attrs.define
+class _Results:
+    """
+    What became of one batch of claims. Keys that are in none of these were lost to others.
+    """
+
+    won: dict[str, _Found] = attrs.field(factory=dict)
+    #: Refused by the server, or not to be read.
+    unusable: set[str] = attrs.field(factory=set)
+    #: How a lone task that was not won looks now.
+    seen: dict[str, Any] | None = None
 
 
 class Claimer(Service):
@@ -89,10 +108,8 @@ class Claimer(Service):
         self._on_low = on_low
         self._on_gap = on_gap
         # Of this thread alone.
-        self._contention_s = 0.0
-        self._spread = 0
+        self._contention = Contention()
         self._cannot_start = False
-        self._lost_before: TTLCache[str, int] = TTLCache(1000, 60.0, timer=time.monotonic)
 
     # -- the thread --------------------------------------------------------------------------
 
@@ -105,26 +122,25 @@ class Claimer(Service):
         if not free or self.stopping:
             return
         # While others compete, one look at many keys is cheaper than as many lost claims.
-        wanted = BATCH if self._contention_s > 0.0 else min(free, BATCH)
-        entries = self._queue.take(wanted, _IDLE_WAIT_S, spread=self._spread)
+        wanted = BATCH if self._contention.is_felt else min(free, BATCH)
+        entries = self._queue.take(wanted, _IDLE_WAIT_S, spread=self._contention.spread)
         if not entries or self.stopping:
             return
-        left = len(self._queue)
-        if left == 0:
+        if len(self._queue) == 0:
             self._hub.publish(WaitOccupyQueueEmpty())
-        if left < max(2 * self._slots.size, BATCH):
+        if self._queue.count_due() < max(2 * self._slots.size, BATCH):
             self._on_low()
         # A lease that lapsed while the store was slow is ours to renew, not to take over: the
         # function runs here, or its outcome is on its way. The key is looked at again then.
         entries = [entry for entry in entries if not self._holds(entry.key)]
         done = False
         try:
-            if self._contention_s > 0.0 and entries:
+            if self._contention.is_felt and entries:
                 entries = self._still_due(entries)
             # The number of slots may have been lowered while we waited for keys.
             free = min(free, self._slots.free)
             for entry in entries[free:]:
-                self._queue.push(entry.key, entry.due_s, entry.priority)
+                self._queue.push(entry.key, entry.due_s, entry.priority, plain=entry.plain)
             if entries and free and not self.stopping:
                 self._claim(entries[:free])
             done = True
@@ -146,56 +162,67 @@ class Claimer(Service):
         After lost claims: leave what others have taken meanwhile; a single key after a random wait.
         """
         if len(entries) == 1:
-            self.pause(random.random() * self._contention_s)
+            wait_s = self._contention.draw_wait_s()
+            if not wait_s:
+                return list(entries)
+            self.pause(wait_s)
         now = self._store.clock.now()
-        due_keys = set()
+        still_due = {}
         for document in self._store.find(
             statements.discovered_by_key([entry.key for entry in entries])
         ):
             fields = envelope(document)
             due = fields.get("due")
             if due is None or due <= now:
-                due_keys.add(fields.get("key"))
-        if len(entries) > 1:
-            self._calm(_CALM_MANY)
-        return [entry for entry in entries if entry.key in due_keys]
-
-    def _calm(self, factor: float) -> None:
-        calmed_s = self._contention_s * factor
-        self._contention_s = calmed_s if calmed_s > _CONTENTION_FIRST_S / 2 else 0.0
+                still_due[fields.get("key")] = is_plain(fields)
+        self._contention.looked(len(entries))
+        entries = [entry for entry in entries if entry.key in still_due]
+        for entry in entries:
+            entry.plain = entry.plain and still_due[entry.key]
+        return entries
 
     # -- one batch ---------------------------------------------------------------------------
 
     def _claim(self, entries: Sequence[Entry]) -> None:
         batch = uuid.uuid4().hex
         refs = [(entry.key, f"{batch}-{number}") for number, entry in enumerate(entries)]
+        plain = all(entry.plain for entry in entries)
+        results = _Results()
         self._slots.take(len(refs))
         unused = len(refs)
         try:
             sent_at_s = time.monotonic()
             try:
-                refused = self._send(refs)
+                results.unusable |= self._send(refs, plain=plain)
                 reach("after_claim")
-                documents = self._read_back(refs)
+                self._read_back(refs, results)
+                self._contention.claim_took(time.monotonic() - sent_at_s)
             except StoreError:
                 # Stopping before the outcome is known: give back what may have been won.
                 for key, running_id in refs:
                     self._give_back(key, running_id, Released("shutdown"))
                 raise
             for key, running_id in refs:
-                document = documents.get(key)
-                if document is not None and self._begin(key, running_id, document, sent_at_s):
+                found = results.won.get(key)
+                if found is not None and self._begin(key, running_id, found, sent_at_s):
                     unused -= 1
         finally:
             self._slots.give_back(unused)
-        self._learn_of_losses([key for key, _ in refs], documents, refused)
+        self._learn_of_losses([key for key, _ in refs], results, plain=plain)
 
-    def _send(self, refs: Sequence[Ref]) -> set[str]:
+    def _send(self, refs: Sequence[Ref], *, plain: bool) -> set[str]:
         """
         Run the claims until the server has answered; return the keys that it refused.
         """
 
         def make(some: Sequence[Ref]) -> Update:
+            if plain:
+                return statements.claim_plain(
+                    some,
+                    self._lanes.worker_id,
+                    names=self._lanes.names,
+                    sent_at=self._store.clock.now(),
+                )
             # Made anew for each try: the time since an outage is part of it.
             since_outage_s = self._store.since_outage_s()
             is_recent = since_outage_s < _OUTAGE_MEMORY_S
@@ -225,10 +252,29 @@ class Claimer(Service):
             self._candidates.set_aside(refs[position][0], problem)
         return {refs[position][0] for position in result.errors}
 
-    def _read_back(self, refs: Sequence[Ref]) -> dict[str, RawBSONDocument]:
+    def _read_back(self, refs: Sequence[Ref], results: _Results) -> None:
+        """
+        Read what was won into *results*.
+        """
         query = statements.claimed(refs)
-        found = self._until_answered(refs, lambda: self._store.find(query))
-        return {str(document["key"]): document for document in found}
+        running_ids = dict(refs)
+        for document in self._until_answered(refs, lambda: self._store.find(query)):
+            try:
+                fields = model.decode_fields(document)
+                attempts = model.read_attempts(fields)
+            except InvalidTask as error:
+                key = str(document["key"])
+                if key in running_ids:
+                    self._give_back(key, running_ids[key], Released("late"))
+                self._candidates.set_aside(key, f"{error.path} {error.problem}")
+                results.unusable.add(key)
+                continue
+            key = str(fields["key"])
+            running_id = running_ids.get(key)
+            if any(a.running_id == running_id for a in attempts if a.running_id is not None):
+                results.won[key] = _Found(document, fields, attempts)
+            else:
+                results.seen = fields
 
     def _until_answered(self, refs: Sequence[Ref], call: Callable[[], _T]) -> _T:
         """
@@ -251,15 +297,12 @@ class Claimer(Service):
                 self.health.note_success()
                 return answer
 
-    def _begin(
-        self, key: str, running_id: str, document: RawBSONDocument, sent_at_s: float
-    ) -> bool:
+    def _begin(self, key: str, running_id: str, found: _Found, sent_at_s: float) -> bool:
         """
-        Start the attempt if it was won; return whether a slot went with it.
+        Start the attempt if it is open; return whether a slot went with it.
         """
+        fields, attempts = found.fields, found.attempts
         try:
-            fields = model.decode_fields(document)
-            attempts = model.read_attempts(fields)
             options = model.read_options(fields)
         except InvalidTask as error:
             self._give_back(key, running_id, Released("late"))
@@ -280,8 +323,9 @@ class Claimer(Service):
             running_id=running_id,
             worker_id=self._lanes.worker_id,
             number=1 + sum(1 for a in attempts if a.failed_at is not None),
+            is_only=len(attempts) == 1 and options.concurrency == 1,
             options=options,
-            document=document,
+            document=found.document,
             claimed_at_s=sent_at_s,
             margin_s=self._margin_s,
             value_limit_bytes=self._value_limit_bytes,
@@ -292,7 +336,6 @@ class Claimer(Service):
             why = Released("shutdown" if self.stopping else "late")
             self._give_back(key, running_id, why)
             return False
-        self._lost_before.pop(key, None)
         _log.debug(
             "a task was claimed",
             extra={
@@ -329,49 +372,50 @@ class Claimer(Service):
                 },
             )
 
-    def _learn_of_losses(
-        self,
-        keys: Sequence[str],
-        documents: dict[str, RawBSONDocument],
-        refused: set[str],
-    ) -> None:
-        lost = [key for key in keys if key not in documents and key not in refused]
-        if not lost:
-            self._calm(_CALM_MANY if len(keys) > 1 else _CALM_ONE)
-            self._spread = self._spread // 2 if self._spread > _SPREAD_FIRST else 0
+    def _learn_of_losses(self, keys: Sequence[str], results: _Results, *, plain: bool) -> None:
+        lost = [key for key in keys if key not in results.won and key not in results.unusable]
+        if lost:
+            if len(keys) > 1:
+                found = self._store.find(statements.discovered_by_key(lost))
+                mistaken = self._offer_again(map(envelope, found), plain=plain)
+            else:
+                seen = [] if results.seen is None else [results.seen]
+                mistaken = self._offer_again(seen, plain=plain)
+            lost = [key for key in lost if key not in mistaken]
+            if not lost:
+                return
+        else:
+            self._contention.won(keys)
             return
         _log.debug(
             "claims were lost",
             extra={"event": "claims_lost", "worker_id": self._lanes.worker_id, "count": len(lost)},
         )
         self._candidates.note_other_worker()
-        # A key that is lost again and again is not for us: nobody competes for it.
-        fresh = [key for key in lost if key not in self._lost_before]
-        if 2 * len(fresh) >= len(keys):
-            grown_s = max(_CONTENTION_FIRST_S, 2 * self._contention_s)
-            self._contention_s = min(_CONTENTION_CAP_S, grown_s)
-            self._spread = min(_SPREAD_CAP, max(_SPREAD_FIRST, 2 * self._spread))
-        self._offer_later_ones(lost)
-        suspicious = []
-        for key in lost:
-            times = self._lost_before.get(key, 0) + 1
-            self._lost_before[key] = times
-            if times > 1:
-                suspicious.append(key)
-        if suspicious:
-            self._inspect(suspicious[:BATCH])
+        lost_before = self._contention.lost(lost, of=len(keys))
+        if lost_before:
+            self._inspect(lost_before[:BATCH])
 
-    def _offer_later_ones(self, keys: Sequence[str]) -> None:
+    def _offer_again(self, lost: Iterable[dict[str, Any]], *, plain: bool) -> set[str]:
         """
-        Of lost keys: queue those again that are to come up within the horizon.
+        Of *lost* tasks: queue those again that are to come up within the horizon.
+
+        Those that were taken for plain ones and are due all the same are none, and not lost:
+        they are queued for the long claim. Returns their keys.
         """
         now = self._store.clock.now()
         until = self._store.clock.at(time.monotonic() + self._candidates.horizon_s())
-        for document in self._store.find(statements.discovered_by_key(keys)):
-            fields = envelope(document)
+        mistaken = set()
+        for fields in lost:
             due = fields.get("due")
-            if isinstance(due, dt.datetime) and now < due <= until:
+            if not isinstance(due, dt.datetime):
+                continue
+            if now < due <= until:
                 self._candidates.offer(fields)
+            elif due <= now and plain:
+                self._candidates.offer({**fields, "task_state": None})
+                mistaken.add(str(fields.get("key")))
+        return mistaken
 
     def _inspect(self, keys: Sequence[str]) -> None:
         """

@@ -67,6 +67,7 @@ class Fetcher(Service):
         self._lookups: dict[object, bool] = {}
         self._passes = 0
         self._in_pass = False
+        self._ran_low = False
         # Of this thread alone.
         self._polling = True
         self._more = False
@@ -118,8 +119,11 @@ class Fetcher(Service):
             self._changed.notify_all()
 
     def queue_runs_low(self) -> None:
-        # More than a page was there, or what the stream told found no room.
-        if self._more or self._queue.dropped_from_s < float("inf"):
+        # More than a page was there, or what the stream told found no room. A pass under way
+        # brings more by itself, perhaps not enough.
+        if self._in_pass:
+            self._ran_low = True
+        elif self._more or self._queue.dropped_from_s < float("inf"):
             self.request_pass()
 
     def wait_first_pass(self, timeout_s: float) -> bool:
@@ -168,6 +172,10 @@ class Fetcher(Service):
         finally:
             with self._changed:
                 self._in_pass = False
+                if self._ran_low:
+                    self._ran_low = False
+                    is_low = self._queue.count_due() < CHUNK
+                    self._wanted = self._wanted or (self._more and is_low)
                 self._passes += whole and done
                 # What a failed round was to find is found by the next pass.
                 self._wanted = self._wanted or not done

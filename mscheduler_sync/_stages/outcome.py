@@ -28,7 +28,7 @@ from mscheduler_sync._stages.attempt import (
 )
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import Update
-from mscheduler_sync._storage.store import TaskStore
+from mscheduler_sync._storage.store import TaskStore, Together
 from mscheduler_sync.errors import InvalidTask, StoreRejected, StoreUnavailable
 from mscheduler_sync.events import (
     AttemptLost,
@@ -65,6 +65,8 @@ class _Pending:
     attempt: HeldAttempt | None
     retry_delay_s: float = 0.0
     progress: object = None
+    #: The short statement may do for it.
+    plain: bool = False
     #: An earlier try may have been applied.
     uncertain: bool = False
     #: Nothing is left to do for it.
@@ -119,6 +121,7 @@ class OutcomeWriter(Service):
             attempt,
             retry_delay_s=retry_delay_s(attempt.options, attempt.number, outcome),
             progress=attempt.take_progress(),
+            plain=attempt.is_only and isinstance(outcome, Succeeded),
         )
         self._add(pending)
 
@@ -229,7 +232,7 @@ class OutcomeWriter(Service):
         refusal: StoreRejected | None = None
         for group in _groups(batch):
             try:
-                result = self._store.update_together(_statement, group)
+                result = self._send(group)
             except StoreRejected as error:
                 # Perhaps a right is missing for a while: tried again, and the others need not
                 # wait. If it is this one outcome, the next one of its kind shows that.
@@ -250,6 +253,21 @@ class OutcomeWriter(Service):
                 pending.done = True
         if refusal is not None:
             raise refusal
+
+    def _send(self, group: Sequence[_Pending]) -> Together:
+        result = self._store.update_together(_statement, group)
+        if not group[0].plain or result.matched == len(group):
+            return result
+        # Perhaps the others are no plain tasks any more. Those that are done match no more.
+        rest = [p for position, p in enumerate(group) if position not in result.errors]
+        for pending in rest:
+            pending.plain = False
+        if not rest:
+            return result
+        again = self._store.update_together(_statement, rest)
+        positions = {id(pending): position for position, pending in enumerate(group)}
+        errors = {positions[id(rest[at])]: problem for at, problem in again.errors.items()}
+        return Together(result.matched + again.matched, {**result.errors, **errors})
 
     def _read_verdicts(
         self, batch: Sequence[_Pending], errors: Mapping[int, str]
@@ -390,10 +408,10 @@ def _groups(batch: Sequence[_Pending]) -> list[list[_Pending]]:
     Split *batch* into what one statement can say: one kind, bounded in size, progress alone.
     """
     groups: list[list[_Pending]] = []
-    open_groups: dict[type[Outcome], list[_Pending]] = {}
-    sizes: dict[type[Outcome], int] = {}
+    open_groups: dict[tuple[type[Outcome], bool], list[_Pending]] = {}
+    sizes: dict[tuple[type[Outcome], bool], int] = {}
     for pending in batch:
-        kind = type(pending.outcome)
+        kind = (type(pending.outcome), pending.plain)
         size = pending.outcome.size_bytes if isinstance(pending.outcome, Succeeded) else 0
         if pending.progress is not None or size > _MOST_BYTES_TOGETHER:
             groups.append([pending])
@@ -416,7 +434,8 @@ def _statement(group: Sequence[_Pending]) -> Update:
     first = group[0].outcome
     if isinstance(first, Succeeded):
         values = [p.outcome.value for p in group if isinstance(p.outcome, Succeeded)]
-        return statements.succeed(refs, values, progress=progress)
+        say = statements.succeed_plain if group[0].plain else statements.succeed
+        return say(refs, values, progress=progress)
     if isinstance(first, Failed):
         failures = [
             statements.Failure(p.outcome.reason, round(p.retry_delay_s * 1000), p.outcome.for_good)

@@ -60,6 +60,9 @@ def freeze(value: object, options: CodecOptions[Any], *, what: str, limit_bytes:
     Raises:
         Unstorable: If BSON cannot hold it (named by its path) or it exceeds *limit_bytes*.
     """
+    if value is None:
+        # What most functions return.
+        return Frozen(None, 0)
     try:
         raw = bson.encode({"v": value}, codec_options=options)
     except RecursionError:

@@ -69,7 +69,10 @@ def _is_date(path: str) -> Expr:
     return {"$eq": [{"$type": path}, "date"]}
 
 
-def _date_or_null(path: str) -> Expr:
+def date_or_null(path: str) -> Expr:
+    """
+    The date at *path* (with its ``$``), or null where anything else stands.
+    """
     return {"$cond": [_is_date(path), path, None]}
 
 
@@ -289,9 +292,9 @@ def derive(
             {"$in": ["$$status", list(TERMINAL)]},
             {
                 "$max": [
-                    {"$max": attempts_mapped(_date_or_null("$$e.success_time"))},
-                    {"$max": attempts_mapped(_date_or_null("$$e.fail_time"))},
-                    _date_or_null("$cancel.time"),
+                    {"$max": attempts_mapped(date_or_null("$$e.success_time"))},
+                    {"$max": attempts_mapped(date_or_null("$$e.fail_time"))},
+                    date_or_null("$cancel.time"),
                     EPOCH,
                 ]
             },
@@ -335,19 +338,7 @@ def derive(
         "status": "$_derived.status",
         "due": "$_derived.due",
         "finished_at": {"$ifNull": ["$_derived.ended_at", "$$REMOVE"]},
-        "expire_at": {
-            "$cond": [
-                {
-                    "$and": [
-                        {"$gte": ["$keep_ms", 0]},
-                        {"$lte": ["$keep_ms", MAX_DURATION_MS]},
-                        {"$eq": [{"$type": "$_derived.ended_at"}, "date"]},
-                    ]
-                },
-                date_plus(_within_reach("$_derived.ended_at"), "$keep_ms"),
-                "$$REMOVE",
-            ]
-        },
+        "expire_at": expiry("$_derived.ended_at"),
     }
     if may_add is not None:
         attempts = f"${ATTEMPTS}"
@@ -368,6 +359,25 @@ def derive(
         {"$set": fields},
         {"$unset": "_derived"},
     ]
+
+
+def expiry(ended_at: str) -> Expr:
+    """
+    When a task is deleted that ended at the path *ended_at*; nothing if it is kept or has no end.
+    """
+    return {
+        "$cond": [
+            {
+                "$and": [
+                    {"$gte": ["$keep_ms", 0]},
+                    {"$lte": ["$keep_ms", MAX_DURATION_MS]},
+                    _is_date(ended_at),
+                ]
+            },
+            date_plus(_within_reach(ended_at), "$keep_ms"),
+            "$$REMOVE",
+        ]
+    }
 
 
 #: The derived fields of a document to which nothing is added; shared, not to be changed.

@@ -59,7 +59,7 @@ class Part:
 
 
 def _reads_attempt(command: Mapping[str, Any]) -> bool:
-    return "task_state.worker_states.running_id" in command["filter"]
+    return bool(command["projection"] == {"task_state.worker_states.returns": 0})
 
 
 def _reads_due(command: Mapping[str, Any]) -> bool:
@@ -193,7 +193,9 @@ def test_the_outcome_is_refused_many_times(scene: Scene) -> None:
     assert len(document["task_state"]["worker_states"]) == 1
 
 
-def test_the_look_before_a_contended_claim_fails(scene: Scene) -> None:
+def test_the_look_before_a_contended_claim_fails(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """
     A claimer that looks once more after lost claims, and fails to, does not forget the task.
     """
@@ -201,7 +203,9 @@ def test_the_look_before_a_contended_claim_fails(scene: Scene) -> None:
         wait_until(lambda: consumer.health().discovery == "stream", "the stream is open")
         assert consumer._parts is not None
         # As after claims that went to others.
-        consumer._parts.claimer._contention_s = 0.05
+        contention = consumer._parts.claimer._contention
+        monkeypatch.setattr(contention, "_wait_s", 0.05)
+        monkeypatch.setattr(contention, "draw_wait_s", lambda: 0.01)
         rule = scene.app.hit("claim", "find", CLOSED, when=lambda c: list(c["filter"]) == ["key"])
         scene.send("task")
         rule.wait_done()

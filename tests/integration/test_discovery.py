@@ -252,6 +252,61 @@ def test_many_tasks_are_read_page_by_page(
         assert consumer.health().ok
 
 
+def test_later_tasks_do_not_hold_up_what_is_due(
+    collection: Tasks, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    The queue runs low when what is due runs low, however much waits in it for later.
+    """
+    monkeypatch.setattr("mscheduler_sync._stages.fetcher.PAGE", 50)
+    may_end = threading.Event()
+    producer.send_many([(f"due {n}", n) for n in range(130)])
+    with consumer_of(collection, lambda _: may_end.wait(30), STREAM) as consumer:
+        wait_until(lambda: consumer.running_count == 8, "all slots are taken", 20)
+        # Within reach of the look that was just taken; the next one comes when these are due.
+        producer.send_many([(f"later {n}", n) for n in range(120)], delay=28)
+        wait_until(lambda: consumer.health().queue_length >= 120 + 40, "those are queued", 20)
+        may_end.set()
+        wait_until(lambda: producer.count(status="succeeded") >= 130, "what is due is run", 20)
+
+
+@both
+def test_task_that_only_looks_plain_runs(
+    collection: Tasks, producer: Producer, found_by: Document
+) -> None:
+    """
+    What the short claim does not take is left to the long one, at once.
+    """
+    producer.send("k", 7)
+    collection.update_one({"key": "k"}, {"$set": {"cancel": None}})
+    with consumer_of(collection, echo, found_by):
+        assert producer.result("k", 15) == 7
+
+
+def test_success_of_a_task_that_is_plain_no_more(collection: Tasks, producer: Producer) -> None:
+    """
+    An outcome is stored whatever became of the task's options while it ran.
+    """
+
+    def run(params: int) -> int:
+        if params == 1:
+            producer.update("k", concurrency=2)
+        return params
+
+    producer.send_many([("k", 1), ("other", 2)])
+    with consumer_of(collection, run, STREAM) as consumer:
+        for kind in ("k", "other"):
+            wait_until(lambda: _successes(producer, kind) == 1, f"{kind} is stored", 15)  # noqa: B023
+        assert consumer.run_until_idle(20)
+    assert task_of(producer, "k").status == "waiting"
+    assert _successes(producer, "k") == 1
+    assert task_of(producer, "other").status == "succeeded"
+
+
+def _successes(producer: Producer, key: str) -> int:
+    return sum(a.succeeded_at is not None for a in task_of(producer, key).attempts)
+
+
 def test_small_queue_loses_nothing(collection: Tasks, producer: Producer) -> None:
     """
     200 tasks, from before and after the start, through a queue of ten: in the end all are run.

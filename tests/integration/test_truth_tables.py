@@ -189,6 +189,13 @@ def documents(draw: st.DrawFn) -> Document:
     return document
 
 
+PLAIN_STATE: Final[Document] = {
+    "create_time": PAST,
+    "start_time": PAST,
+    "worker_states": [],
+}
+
+
 def plain(*states: Document, **changes: Any) -> Document:
     """
     A task with these attempts that could run now; *changes* replace options, by name, or fields.
@@ -196,8 +203,7 @@ def plain(*states: Document, **changes: Any) -> Document:
     document: Document = {
         "params": None,
         "task_state": {
-            "create_time": PAST,
-            "start_time": PAST,
+            **PLAIN_STATE,
             "worker_states": [
                 {"worker_id": "w1", "success_time": None, "fail_time": None, **state}
                 for state in states
@@ -258,6 +264,18 @@ CHOSEN: Final = [
     ),
     plain(specific_worker_ids=["w1"]),
     plain(specific_worker_ids=["w1", ME]),
+    plain(status="waiting"),
+    plain(status="waiting", finished_at=PAST, expire_at=PAST),
+    plain(status="waiting", name="a", retry={"scope": "worker"}),
+    plain(status="waiting", specific_worker_ids=["w1"]),
+    plain(status="waiting", specific_worker_ids=["w1", ME]),
+    plain(status="waiting", concurrent_worker_cnt=2),
+    plain(status="waiting", max_unexpected_retries=1),
+    plain(status="waiting", cancel={"time": PAST, "worker_ids": []}),
+    plain(status="waiting", task_state={**PLAIN_STATE, "start_time": FUTURE}),
+    plain({"ping_expire_time": FUTURE}, keep_ms=1_000),
+    plain({"ping_expire_time": PAST}, keep_ms=0, progress={"done": 1}),
+    plain({"ping_expire_time": FUTURE}, cancel={"time": FUTURE, "worker_ids": []}, keep_ms=5),
 ]
 
 
@@ -501,6 +519,82 @@ def test_claims_are_read_back(table: Table) -> None:
     assert found == expected
 
 
+def _is_for_one(document: Document) -> bool:
+    return int(document["task_option"]["concurrent_worker_cnt"]) == 1
+
+
+def _claim_plain(case: Case, **conditions: Any) -> Claim:
+    """
+    What the short claim does: on a plain task the same as the long one, on others nothing.
+    """
+    document = case.document
+    claim = _claim(case, **conditions)
+    is_plain = (
+        not oracle.attempts_of(document)
+        and _is_for_one(document)
+        and document.get("status") == "waiting"
+        and "cancel" not in document
+    )
+    if claim.refusal is None:
+        return claim if is_plain else Claim(document, "not plain")
+    if is_plain and claim.refusal == "not due":
+        ends = ("finished_at", "expire_at")
+        document = {name: value for name, value in document.items() if name not in ends}
+    return Claim(document, claim.refusal)
+
+
+@pytest.mark.parametrize("names", [None, ["a", None]])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
+def test_claims_of_plain_tasks(
+    table: Table, together: bool, names: list[str | None] | None
+) -> None:
+    """
+    The short claim does to plain tasks what the long one does, and to others nothing.
+    """
+
+    def make(cases: Sequence[Case]) -> Update:
+        refs = [(case.key, _new_id(case)) for case in cases]
+        return statements.claim_plain(refs, ME, names=names)
+
+    table.run(make, together=together)
+    found = table.documents()
+    for case in table.cases:
+        expected, got = _claim_plain(case, names=names), found[case.key]
+        problem = oracle.difference(expected.document, got, table.earliest, table.latest)
+        assert problem is None, (problem, case.document, got)
+    refusals = collections.Counter(_claim_plain(case, names=names).refusal for case in table.cases)
+    assert refusals[None] >= 4
+    assert {"not due", "not plain", "cancelled", "not for this worker"} <= set(refusals)
+    table.check_repeating_changes_nothing(make, together=together)
+
+
+@pytest.mark.parametrize(("under_way_s", "adds"), [(0, True), (11, True), (13, False)])
+def test_claims_of_plain_tasks_that_were_long_under_way(
+    table: Table, under_way_s: float, adds: bool
+) -> None:
+    """
+    A claim whose answer nobody waits for any more adds nothing.
+    """
+    sent_at = table.server_time() - dt.timedelta(seconds=under_way_s)
+    cases = [
+        case
+        for case in table.cases
+        if _claim_plain(case).refusal is None
+        and case.document["task_option"]["worker_timeout_ms"] >= 60_000
+    ]
+    table.run(
+        lambda some: statements.claim_plain(
+            [(case.key, _new_id(case)) for case in some], ME, sent_at=sent_at
+        ),
+        cases=cases,
+    )
+    found = table.documents()
+    assert cases
+    for case in cases:
+        assert bool(oracle.attempts_of(found[case.key])) == adds
+        assert found[case.key]["status"] == ("running" if adds else "waiting")
+
+
 @pytest.mark.parametrize("names", [["a", "$a"], ["b", None]])
 def test_claims_by_name(table: Table, names: list[str | None]) -> None:
     """
@@ -731,6 +825,37 @@ def test_outcomes(table: Table, name: str, together: bool) -> None:
     assert len(table.cases) / 4 < sum(attempt is not None for attempt in changed)
     assert None in changed
     assert any(attempt is not None and oracle.is_expired(attempt) for attempt in changed)
+    table.check_repeating_changes_nothing(make, together=together)
+
+
+@pytest.mark.parametrize("progress", [None, {"$set": ["$$NOW", "$key"]}])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
+def test_successes_of_plain_tasks(table: Table, together: bool, progress: object) -> None:
+    """
+    The short success does to tasks with one attempt what the long one does, and to others nothing.
+    """
+
+    def make(cases: Sequence[Case]) -> Update:
+        returns = [_returns(case) for case in cases]
+        return statements.succeed_plain(_refs(cases), returns, progress=progress)
+
+    def is_plain(case: Case) -> bool:
+        document = case.document
+        return len(oracle.attempts_of(document)) == 1 and _is_for_one(document)
+
+    def expect(case: Case) -> Document:
+        if not is_plain(case):
+            return case.document
+        return oracle.succeed(case.document, case.running_id, _returns(case), progress=progress)
+
+    table.run(make, together=together)
+    found = table.documents()
+    for case in table.cases:
+        problem = oracle.difference(expect(case), found[case.key], table.earliest, table.latest)
+        assert problem is None, (problem, case.document, found[case.key])
+    done = [case for case in table.cases if expect(case) is not case.document]
+    assert sum(oracle.open_attempt(c.document, c.running_id) is not None for c in done) >= 8
+    assert any("expire_at" in found[case.key] for case in done)
     table.check_repeating_changes_nothing(make, together=together)
 
 

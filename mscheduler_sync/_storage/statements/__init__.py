@@ -43,6 +43,7 @@ from mscheduler_sync._storage.statements.discovery import (
     watch_pipeline,
     whole,
 )
+from mscheduler_sync._storage.statements.plain import claim_plain, succeed_plain
 from mscheduler_sync._storage.statements.producing import (
     cancel,
     ended_among,
@@ -63,6 +64,7 @@ __all__ = [
     "attempt_state",
     "cancel",
     "claim",
+    "claim_plain",
     "claimed",
     "discovered_by_id",
     "discovered_by_key",
@@ -81,6 +83,7 @@ __all__ = [
     "resend",
     "snooze",
     "succeed",
+    "succeed_plain",
     "task",
     "tasks",
     "underived",

@@ -44,7 +44,7 @@ def claim(
     out a second after *sent_at* (by a frozen server, say) it settles nothing, after a lease or
     12 seconds it adds nothing: nobody waits for its answer any more.
     """
-    keys, running_ids = _split(refs)
+    keys, running_ids = split(refs)
     mine = {"$eq": ["$$e.worker_id", x.literal(worker_id)]}
     may_not_repeat = {"$or": [x.E_SUCCEEDED, {"$not": [x.E_FAILED]}]}
     mine_undecided = x.attempts_where({"$and": [mine, may_not_repeat]})
@@ -53,7 +53,7 @@ def claim(
         "$and": [
             "$$free",
             {"$lte": ["$$ready", x.NOW]},
-            {"$lte": [x.NOW, _answered_by(sent_at)]},
+            {"$lte": [x.NOW, answered_by(sent_at)]},
             {"$eq": [{"$size": mine_undecided}, 0]},
             {"$ne": ["$task_option.specific_worker_ids", [x.NOBODY]]},
             {
@@ -65,14 +65,7 @@ def claim(
         ]
     }
     lease_end = x.server_now_plus(x.number_at("task_option.worker_timeout_ms"))
-    attempt = {
-        "running_id": x.one_of(running_ids, x.position_of_task(keys)),
-        "worker_id": x.literal(worker_id),
-        "ping_expire_time": lease_end,
-        "success_time": None,
-        "fail_time": None,
-        "claim_time": x.NOW,
-    }
+    attempt = new_attempt(keys, running_ids, worker_id, lease_end)
     return Update(
         keys=keys,
         filter={
@@ -91,7 +84,26 @@ def claim(
     )
 
 
-def _answered_by(sent_at: dt.datetime | None) -> x.Expr:
+def new_attempt(
+    keys: Sequence[str], running_ids: Sequence[str], worker_id: str, lease_end: x.Expr
+) -> Document:
+    """
+    The element that a claim of *keys* adds to the task at hand.
+    """
+    return {
+        "running_id": x.one_of(running_ids, x.position_of_task(keys)),
+        "worker_id": x.literal(worker_id),
+        "ping_expire_time": lease_end,
+        "success_time": None,
+        "fail_time": None,
+        "claim_time": x.NOW,
+    }
+
+
+def answered_by(sent_at: dt.datetime | None) -> x.Expr:
+    """
+    Until when somebody waits for the answer to a claim, and takes what it adds.
+    """
     if sent_at is None:
         return x.NEVER
     lease_ms = x.number_at("task_option.worker_timeout_ms")
@@ -102,21 +114,24 @@ def _answered_by(sent_at: dt.datetime | None) -> x.Expr:
 
 def claimed(refs: Sequence[Ref]) -> Find:
     """
-    Read back the tasks in which one of the attempts stands. Index: key.
+    Read back the tasks in which one of the attempts stands; a lone task in any case. Index: key.
     """
-    keys, running_ids = _split(refs)
+    keys, running_ids = split(refs)
+    condition: Document = {"key": one_or_in(keys)}
+    if len(refs) > 1:
+        condition[f"{x.ATTEMPTS}.running_id"] = {"$in": running_ids}
     return Find(
-        filter={
-            "key": one_or_in(keys),
-            f"{x.ATTEMPTS}.running_id": {"$in": running_ids},
-        },
+        filter=condition,
         projection={f"{x.ATTEMPTS}.returns": 0},
         sort=[],
         limit=len(keys),
     )
 
 
-def _split(refs: Sequence[Ref]) -> tuple[list[str], list[str]]:
+def split(refs: Sequence[Ref]) -> tuple[list[str], list[str]]:
+    """
+    The keys and the running ids of *refs*.
+    """
     return [key for key, _ in refs], [running_id for _, running_id in refs]
 
 
@@ -124,7 +139,7 @@ def _of_open_attempts(refs: Sequence[Ref], facts: Document) -> Update:
     """
     Set *facts* in each task whose attempt is open.
     """
-    keys, running_ids = _split(refs)
+    keys, running_ids = split(refs)
     return Update(
         keys=keys,
         filter={
@@ -151,7 +166,7 @@ def heartbeat(refs: Sequence[Ref], *, progress: object = None) -> Update:
     """
     lease_end = x.server_now_plus(x.number_at("task_option.worker_timeout_ms"))
     changes = {"ping_expire_time": {"$max": ["$$e.ping_expire_time", lease_end]}}
-    _, running_ids = _split(refs)
+    _, running_ids = split(refs)
     return _of_open_attempts(
         refs,
         {
@@ -194,13 +209,19 @@ def succeed(refs: Sequence[Ref], returns: Sequence[object], *, progress: object 
     """
     End the attempts as succeeded, with the values that the functions returned.
     """
-    _, running_ids = _split(refs)
-    changes = {
+    _, running_ids = split(refs)
+    attempts = x.replace_attempts(running_ids, success(running_ids, returns))
+    return _of_open_attempts(refs, {x.ATTEMPTS: attempts, **_progress(progress)})
+
+
+def success(running_ids: Sequence[str], returns: Sequence[object]) -> Document:
+    """
+    What success changes in an attempt.
+    """
+    return {
         "success_time": x.NOW,
         "returns": x.one_of(returns, x.position_of_attempt(running_ids)),
     }
-    attempts = x.replace_attempts(running_ids, changes)
-    return _of_open_attempts(refs, {x.ATTEMPTS: attempts, **_progress(progress)})
 
 
 @attrs.frozen
@@ -218,7 +239,7 @@ def fail(refs: Sequence[Ref], failures: Sequence[Failure], *, progress: object =
     """
     End the attempts as failed; a task is due again after its delay if attempts are left.
     """
-    _, running_ids = _split(refs)
+    _, running_ids = split(refs)
     position = x.position_of_attempt(running_ids)
     changes: Document = {
         "fail_time": x.NOW,
@@ -242,14 +263,14 @@ def snooze(refs: Sequence[Ref], delays_ms: Sequence[int], *, progress: object = 
     """
     Give the attempts back, unused, and start each task its delay from now at the earliest.
     """
-    keys, _ = _split(refs)
+    keys, _ = split(refs)
     delay = x.one_of(delays_ms, x.position_of_task(keys))
     facts = {"task_state.start_time": x.server_now_plus(delay), **_progress(progress)}
     return _remove(refs, "snoozed", facts)
 
 
 def _remove(refs: Sequence[Ref], counter: str, facts: Document) -> Update:
-    _, running_ids = _split(refs)
+    _, running_ids = split(refs)
     return _of_open_attempts(
         refs,
         {
@@ -264,7 +285,7 @@ def mark_interrupted(refs: Sequence[Ref], *, progress: object = None) -> Update:
     """
     Say that a stop left the attempts behind: once a lease ends, its attempt is not counted.
     """
-    _, running_ids = _split(refs)
+    _, running_ids = split(refs)
     attempts = x.replace_attempts(running_ids, {"interrupted": True})
     return _of_open_attempts(refs, {x.ATTEMPTS: attempts, **_progress(progress)})
 

@@ -24,6 +24,8 @@ _DISCOVERED: Final[Document] = {
     "due": 1,
     "task_option.priority": 1,
     "task_option.worker_timeout_ms": 1,
+    "task_option.concurrent_worker_cnt": 1,
+    f"{x.ATTEMPTS}.running_id": 1,
 }
 
 
@@ -189,6 +191,8 @@ def watch_pipeline() -> list[x.Stage]:
                 "fullDocument.status": 1,
                 "fullDocument.task_option.priority": 1,
                 "fullDocument.task_option.worker_timeout_ms": 1,
+                "fullDocument.task_option.concurrent_worker_cnt": 1,
+                f"fullDocument.{x.ATTEMPTS}.running_id": 1,
                 f"{changed}.due": 1,
                 f"{changed}.status": 1,
             }

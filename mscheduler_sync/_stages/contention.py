@@ -1,0 +1,96 @@
+"""
+How hard others compete for the same tasks, learned from one's own lost claims alone.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from cachetools import TTLCache
+
+#: Bounds of the wait that grows with one's own lost claims, in seconds.
+_FIRST_S, _CAP_S = 0.02, 1.0
+#: A lone key that is lost doubles the wait and one that is won halves it: whatever the number of
+#: idle consumers, their waits settle where about one claim per task is lost among all of them,
+#: which is where two of them go at once.
+_CALM_ONE, _CALM_MANY = 0.5, 0.9
+#: There may be many others: the first lost claim makes three of four step back.
+_FELT_FIRST: Final = 4
+_SPREAD_FIRST, _SPREAD_CAP = 64, 2000
+_LOST_BEFORE_S: Final = 60.0
+#: Of the moving average of how long a claim takes.
+_NEWEST_WEIGHS: Final = 0.2
+
+
+class Contention:
+    """
+    Zero on a lone consumer. Used by the claimer's thread alone.
+    """
+
+    def __init__(self) -> None:
+        self._wait_s = 0.0
+        self._claim_s = 0.0
+        #: From how many equal keys a batch is picked at random.
+        self.spread = 0
+        self._lost_before: TTLCache[str, int] = TTLCache(1000, _LOST_BEFORE_S, timer=time.monotonic)
+
+    @property
+    def is_felt(self) -> bool:
+        return self._wait_s > 0.0
+
+    def draw_wait_s(self) -> float:
+        """
+        Return how long to leave a lone key to others, in seconds, before it is looked at again.
+
+        At random: the longer the wait has grown, the fewer go at once (0.0). All others leave
+        those the time to claim it.
+        """
+        if random.random() * self._wait_s < _FIRST_S:
+            return 0.0
+        return 2 * self._claim_s + random.random() * self._wait_s
+
+    def claim_took(self, duration_s: float) -> None:
+        """
+        A claim was answered, and its result read, within *duration_s* seconds.
+        """
+        self._claim_s += _NEWEST_WEIGHS * (min(duration_s, _CAP_S) - self._claim_s)
+
+    def looked(self, count: int) -> None:
+        """
+        *count* keys were looked at before they were claimed.
+        """
+        if count > 1:
+            self._calm(_CALM_MANY)
+
+    def won(self, keys: Sequence[str]) -> None:
+        """
+        *keys* were claimed together, and none was lost.
+        """
+        for key in keys:
+            self._lost_before.pop(key, None)
+        self._calm(_CALM_MANY if len(keys) > 1 else _CALM_ONE)
+        self.spread = self.spread // 2 if self.spread > _SPREAD_FIRST else 0
+
+    def lost(self, keys: Sequence[str], *, of: int) -> list[str]:
+        """
+        *keys* of a batch of so many were lost; return those that were lost before.
+        """
+        again = []
+        for key in keys:
+            times = self._lost_before.get(key, 0) + 1
+            self._lost_before[key] = times
+            if times > 1:
+                again.append(key)
+        # A key that is lost again and again is not for us: nobody competes for it.
+        if 2 * (len(keys) - len(again)) >= of:
+            grown_s = 2 * self._wait_s if self._wait_s else _FELT_FIRST * _FIRST_S
+            self._wait_s = min(_CAP_S, grown_s)
+            self.spread = min(_SPREAD_CAP, max(_SPREAD_FIRST, 2 * self.spread))
+        return again
+
+    def _calm(self, factor: float) -> None:
+        calmed_s = self._wait_s * factor
+        self._wait_s = calmed_s if calmed_s > _FIRST_S / 2 else 0.0
