@@ -161,17 +161,18 @@ def due_of(document: Document) -> Moment:
     return min([_ready(document), *ends], key=_order)
 
 
-def lanes_of(document: Document) -> list[str]:
+def lanes_of(document: Document) -> str | list[str]:
     option = document["task_option"]
     worker_ids = option.get("specific_worker_ids")
     name = document.get("name")
     if option["concurrent_worker_cnt"] > 1 or _scope_is_worker(document):
-        return ["+"]
+        return "+"
     # Whoever comes by is to settle what is left of a cancelled task.
     barred = worker_ids == [NOBODY] and _cancelled(document)
     if worker_ids and not barred:
-        return [f"@{worker_id}" for worker_id in worker_ids]
-    return ["*"] if name is None else ["*n", f"={name}"]
+        lanes = [f"@{worker_id}" for worker_id in worker_ids]
+        return lanes[0] if len(lanes) == 1 else lanes
+    return "*" if name is None else ["*n", f"={name}"]
 
 
 def _derive(document: Document) -> Document:

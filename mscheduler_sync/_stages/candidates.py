@@ -60,6 +60,8 @@ class Lanes:
         """
         Return whether a task that stands in *lanes* may be one for this consumer.
         """
+        if isinstance(lanes, str):
+            return lanes in self._mine
         return isinstance(lanes, Sequence) and any(lane in self._mine for lane in lanes)
 
 

@@ -397,7 +397,7 @@ def lane_of_worker(worker_id: str) -> str:
 
 def lanes() -> Stage:
     """
-    Set ``lanes`` from name, restriction and sharing.
+    Set ``lanes`` from name, restriction and sharing: the lane, or an array where there are several.
 
     A task for several workers, or with a budget per worker, may be due for one
     worker and done for another; such tasks have a lane of their own so that they
@@ -419,6 +419,7 @@ def lanes() -> Stage:
             },
         }
     }
+    one_or_all = {"$cond": [{"$eq": [{"$size": ids}, 1]}, {"$arrayElemAt": [pinned, 0]}, pinned]}
     # A cancelled task is barred to all, and yet somebody must see its last lease end.
     is_barred = {"$and": [{"$eq": [ids, [NOBODY]]}, has("cancel.time")]}
     is_pinned = {"$and": [{"$isArray": [ids]}, {"$ne": [ids, []]}, {"$not": [is_barred]}]}
@@ -428,14 +429,14 @@ def lanes() -> Stage:
             "lanes": {
                 "$switch": {
                     "branches": [
-                        {"case": shared, "then": [LANE_SHARED]},
-                        {"case": is_pinned, "then": pinned},
+                        {"case": shared, "then": LANE_SHARED},
+                        {"case": is_pinned, "then": one_or_all},
                         {
                             "case": is_named,
                             "then": [LANE_ANY_NAME, {"$concat": ["=", "$name"]}],
                         },
                     ],
-                    "default": [LANE_UNNAMED],
+                    "default": LANE_UNNAMED,
                 }
             }
         }

@@ -175,7 +175,7 @@ def test_missing_task_is_inserted(
         "task_option": DEFAULT_OPTION,
         "status": "waiting",
         "due": created,
-        "lanes": ["*"],
+        "lanes": "*",
     }
 
 
@@ -430,7 +430,7 @@ def test_update_removes_what_is_not_given(producer: Producer, collection: Tasks)
     document = stored(collection)
     assert document["task_option"] == DEFAULT_OPTION
     assert not {"name", "tags", "timeout_ms", "keep_ms", "retry"} & set(document)
-    assert document["lanes"] == ["*"]
+    assert document["lanes"] == "*"
 
 
 def test_more_attempts_revive_a_failed_task(producer: Producer, collection: Tasks) -> None:
@@ -465,7 +465,7 @@ def test_rerun_arms_an_ended_task_again(producer: Producer, collection: Tasks, s
         "task_option": OLD_OPTION,
         "status": "waiting",
         "due": start_time,
-        "lanes": ["*"],
+        "lanes": "*",
         "counters": {"failed": int(state == "failed"), "succeeded": int(state == "succeeded")},
     }
 

@@ -200,14 +200,15 @@ def watch_pipeline() -> list[x.Stage]:
     ]
 
 
-def lanes_of(*, name: str | None, worker_ids: Sequence[str], shared: bool) -> list[str]:
+def lanes_of(*, name: str | None, worker_ids: Sequence[str], shared: bool) -> str | list[str]:
     """
     The lanes of a new task; `expressions.lanes` computes the same in the database.
     """
     if shared:
-        return [x.LANE_SHARED]
+        return x.LANE_SHARED
     if worker_ids:
-        return [x.lane_of_worker(worker_id) for worker_id in worker_ids]
+        lanes = [x.lane_of_worker(worker_id) for worker_id in worker_ids]
+        return lanes[0] if len(lanes) == 1 else lanes
     if name is not None:
         return [x.LANE_ANY_NAME, x.lane_of_name(name)]
-    return [x.LANE_UNNAMED]
+    return x.LANE_UNNAMED
