@@ -4,11 +4,12 @@ Where everything that was discovered goes through on its way into the delay queu
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from cachetools import TTLCache
@@ -96,11 +97,14 @@ class Candidates:
         self._not_before_s: TTLCache[str, float] = TTLCache(10_000, 300.0, timer=time.monotonic)
         self._others_seen_at_s = float("-inf")
         self._lease_window = (0.0, float("inf"), float("inf"))
+        #: What the claimer has in its hands, and what it has had there during a pass.
+        self._in_hand: Sequence[str] = ()
+        self._taken_in_pass: set[str] | None = None
 
-    def offer(self, fields: Mapping[str, Any]) -> bool:
+    def offer(self, fields: Mapping[str, Any], *, by_pass: bool = False) -> bool:
         """
         Take a discovered document (key, due, priority, lease, attempts); return whether it is
-        queued now.
+        queued now. What a pass has read is old where the claimer was faster.
         """
         key, due = fields.get("key"), fields.get("due")
         if not isinstance(key, str) or not isinstance(due, dt.datetime):
@@ -115,6 +119,8 @@ class Candidates:
         with self._lock:
             if key in self._set_aside:
                 return False
+            if by_pass and self._taken_in_pass is not None and key in self._taken_in_pass:
+                return False
             due_s = max(due_s, self._not_before_s.get(key, due_s))
         is_number = isinstance(priority, (int, float)) and math.isfinite(priority)
         level = int(priority) if is_number and priority else 0
@@ -122,6 +128,28 @@ class Candidates:
         if queued and self._hub.has_listeners:
             self._hub.publish(WaitOccupy(key=key, next_occupy_time=self._clock().at(due_s)))
         return queued
+
+    def taken(self, keys: Sequence[str]) -> None:
+        """
+        The claimer has these *keys* in its hands now.
+        """
+        with self._lock:
+            self._in_hand = keys
+            if self._taken_in_pass is not None:
+                self._taken_in_pass.update(keys)
+
+    @contextlib.contextmanager
+    def during_pass(self) -> Iterator[None]:
+        """
+        While documents are read that will be offered: remember what the claimer takes meanwhile.
+        """
+        with self._lock:
+            self._taken_in_pass = set(self._in_hand)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken_in_pass = None
 
     def look_again(self, key: str) -> None:
         """

@@ -124,6 +124,7 @@ class Claimer(Service):
         # While others compete, one look at many keys is cheaper than as many lost claims.
         wanted = BATCH if self._contention.is_felt else min(free, BATCH)
         entries = self._queue.take(wanted, _IDLE_WAIT_S, spread=self._contention.spread)
+        self._candidates.taken([entry.key for entry in entries])
         if not entries or self.stopping:
             return
         if len(self._queue) == 0:
@@ -145,6 +146,7 @@ class Claimer(Service):
                 self._claim(entries[:free])
             done = True
         finally:
+            self._candidates.taken(())
             if not done:
                 # The queue has forgotten these keys; a pass finds them again.
                 self._on_gap()

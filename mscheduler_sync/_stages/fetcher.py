@@ -228,10 +228,11 @@ class Fetcher(Service):
         self._more = False
         self._passed_at_s = time.monotonic()
         until = self._horizon_end()
-        for lane, condition in self._lanes.queries:
-            if self.stopping:
-                return
-            self._read_lane(lane, condition, until)
+        with self._candidates.during_pass():
+            for lane, condition in self._lanes.queries:
+                if self.stopping:
+                    return
+                self._read_lane(lane, condition, until)
         if self._queue.dropped_from_s < float("inf"):
             self._more = True
         # The leases that this pass has seen may have shortened the horizon.
@@ -261,7 +262,7 @@ class Fetcher(Service):
                 if fields is None:
                     continue
                 last_due = fields.get("due")
-                queued += self._candidates.offer(fields)
+                queued += self._candidates.offer(fields, by_pass=True)
             if len(found) < limit:
                 return
             if queued:

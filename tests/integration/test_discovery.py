@@ -271,6 +271,26 @@ def test_later_tasks_do_not_hold_up_what_is_due(
 
 
 @both
+def test_lone_consumer_competes_with_nobody(
+    collection: Tasks,
+    producer: Producer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    found_by: Document,
+) -> None:
+    """
+    A page that was read while its tasks were being claimed does not bring them back.
+    """
+    caplog.set_level("DEBUG", logger="mscheduler_sync")
+    monkeypatch.setattr("mscheduler_sync._stages.fetcher.PAGE", 30)
+    producer.send_many([(f"k{n}", n) for n in range(300)])
+    with consumer_of(collection, echo, found_by) as consumer:
+        wait_until(lambda: producer.count(status="succeeded") == 300, "all are run", 60)
+        assert consumer.run_until_idle(20)
+    assert [r.__dict__ for r in caplog.records if r.__dict__.get("event") == "claims_lost"] == []
+
+
+@both
 def test_task_that_only_looks_plain_runs(
     collection: Tasks, producer: Producer, found_by: Document
 ) -> None:
