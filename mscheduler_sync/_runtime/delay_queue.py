@@ -25,6 +25,8 @@ class Entry:
     priority: int
     #: Whoever pushed it has seen a plain task: for one worker, and not tried yet.
     plain: bool = False
+    #: For so long after it is due it is left to others, in seconds.
+    defer_s: float = 0.0
     #: False once it was taken, moved or dropped.
     live: bool = True
     #: It was found due, and waits for a slot.
@@ -73,9 +75,19 @@ class DelayQueue:
         with self._changed:
             self._dropped_from_s = float("inf")
 
-    def push(self, key: str, due_s: float, priority: int = 0, *, plain: bool = False) -> bool:
+    def push(
+        self,
+        key: str,
+        due_s: float,
+        priority: int = 0,
+        *,
+        plain: bool = False,
+        defer_s: float = 0.0,
+    ) -> bool:
         """
         Add *key*, or move it; return whether it is in the queue now.
+
+        It comes out *defer_s* seconds after it is due; for `is_idle` it is due before.
         """
         with self._changed:
             old = self._entries.get(key)
@@ -87,9 +99,9 @@ class DelayQueue:
             elif len(self._entries) >= self._limit and not self._make_room(due_s):
                 self._dropped_from_s = min(self._dropped_from_s, due_s)
                 return False
-            entry = Entry(key, due_s, priority, plain)
+            entry = Entry(key, due_s, priority, plain, defer_s)
             self._entries[key] = entry
-            heapq.heappush(self._later, (due_s, next(self._sequence), entry))
+            heapq.heappush(self._later, (due_s + defer_s, next(self._sequence), entry))
             if self._later[0][2] is entry:
                 self._changed.notify_all()
             if len(self._later) + len(self._ready) > 2 * len(self._entries) + 64:
@@ -147,8 +159,11 @@ class DelayQueue:
         Whether no key is due, and none is in the hands of the taker.
         """
         with self._changed:
-            self._promote(time.monotonic())
-            return not self._ready_count and not self._in_hand
+            now_s = time.monotonic()
+            self._promote(now_s)
+            if self._ready_count or self._in_hand:
+                return False
+            return not any(entry.live and entry.due_s <= now_s for _, _, entry in self._later)
 
     def close(self) -> None:
         """

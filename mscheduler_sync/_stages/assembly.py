@@ -16,6 +16,7 @@ from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._runtime.slots import Slots
 from mscheduler_sync._stages.candidates import Candidates, Lanes
 from mscheduler_sync._stages.claimer import Claimer
+from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.executor import Executor, FunctionOf
 from mscheduler_sync._stages.fetcher import Fetcher
 from mscheduler_sync._stages.heartbeat import Heartbeats
@@ -78,7 +79,8 @@ class Assembly:
         self._slots = slots
         self._running = running
         lanes = Lanes(worker_id, names)
-        self.candidates = candidates = Candidates(queue, lambda: store.clock, hub)
+        contention = Contention()
+        self.candidates = candidates = Candidates(queue, lambda: store.clock, hub, contention)
         self.writer = OutcomeWriter(
             store,
             worker_id,
@@ -115,6 +117,7 @@ class Assembly:
             candidates,
             hub,
             self.writer,
+            contention,
             margin_s=settings.lease_margin_s,
             value_limit_bytes=settings.result_limit_bytes,
             start=running.start,

@@ -17,6 +17,7 @@ from cachetools import TTLCache
 from mscheduler_sync._runtime.clock import ServerClock
 from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import Complaints, logger
+from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage import statements
 from mscheduler_sync.events import EventHub, TaskSetAside, WaitOccupy
@@ -84,12 +85,19 @@ class Candidates:
     The entrance of the delay queue: skips what is set aside, tells the events. Thread-safe.
     """
 
-    def __init__(self, queue: DelayQueue, clock: Callable[[], ServerClock], hub: EventHub) -> None:
+    def __init__(
+        self,
+        queue: DelayQueue,
+        clock: Callable[[], ServerClock],
+        hub: EventHub,
+        contention: Contention,
+    ) -> None:
         #: Called when the horizon has become shorter.
         self.on_shorter: Callable[[], None] = lambda: None
         self._queue = queue
         self._clock = clock
         self._hub = hub
+        self._contention = contention
         self._complaints = Complaints(SET_ASIDE_S)
         self._lock = threading.Lock()
         # All under _lock.
@@ -124,10 +132,24 @@ class Candidates:
             due_s = max(due_s, self._not_before_s.get(key, due_s))
         is_number = isinstance(priority, (int, float)) and math.isfinite(priority)
         level = int(priority) if is_number and priority else 0
-        queued = self._queue.push(key, due_s, level, plain=is_plain(fields))
+        defer_s = 0.0 if by_pass else self._defer_s(due_s)
+        queued = self._queue.push(key, due_s, level, plain=is_plain(fields), defer_s=defer_s)
         if queued and self._hub.has_listeners:
             self._hub.publish(WaitOccupy(key=key, next_occupy_time=self._clock().at(due_s)))
         return queued
+
+    def _defer_s(self, due_s: float) -> float:
+        """
+        Of what the stream tells all consumers hear at once: who has lost claims hangs back.
+        """
+        if not self._contention.is_felt:
+            return 0.0
+        now_s = time.monotonic()
+        if due_s <= now_s and self._queue.count_due():
+            # Busy: what is left to others is decided when a slot is free.
+            return 0.0
+        wait_s = self._contention.draw_wait_s()
+        return wait_s + max(0.0, now_s - due_s) if wait_s else 0.0
 
     def taken(self, keys: Sequence[str]) -> None:
         """

@@ -84,6 +84,7 @@ class Claimer(Service):
         candidates: Candidates,
         hub: EventHub,
         writer: OutcomeWriter,
+        contention: Contention,
         *,
         margin_s: float | None,
         value_limit_bytes: int,
@@ -108,7 +109,7 @@ class Claimer(Service):
         self._on_low = on_low
         self._on_gap = on_gap
         # Of this thread alone.
-        self._contention = Contention()
+        self._contention = contention
         self._cannot_start = False
 
     # -- the thread --------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class Claimer(Service):
         entries = [entry for entry in entries if not self._holds(entry.key)]
         done = False
         try:
-            if self._contention.is_felt and entries:
+            if entries and (self._contention.is_felt or entries[0].defer_s):
                 entries = self._still_due(entries)
             # The number of slots may have been lowered while we waited for keys.
             free = min(free, self._slots.free)
@@ -161,13 +162,11 @@ class Claimer(Service):
 
     def _still_due(self, entries: Sequence[Entry]) -> list[Entry]:
         """
-        After lost claims: leave what others have taken meanwhile; a single key after a random wait.
+        After lost claims: leave what others have taken meanwhile. A lone key that was not to be
+        left to others is claimed without a look.
         """
-        if len(entries) == 1:
-            wait_s = self._contention.draw_wait_s()
-            if not wait_s:
-                return list(entries)
-            self.pause(wait_s)
+        if len(entries) == 1 and not entries[0].defer_s:
+            return list(entries)
         now = self._store.clock.now()
         still_due = {}
         for document in self._store.find(

@@ -27,7 +27,7 @@ _NEWEST_WEIGHS: Final = 0.2
 
 class Contention:
     """
-    Zero on a lone consumer. Used by the claimer's thread alone.
+    Zero on a lone consumer. The claimer's thread tells it; any thread may ask.
     """
 
     def __init__(self) -> None:
