@@ -456,3 +456,44 @@ def test_what_was_taken_counts_until_the_taker_comes_back() -> None:
     assert not queue.is_idle
     assert queue.take(5, 0) == []
     assert queue.is_idle
+
+
+# -- what is left to others ----------------------------------------------------------------------
+
+
+def test_deferred_key_comes_out_later_and_is_due_before() -> None:
+    """
+    While it is left to others it is not taken, but nobody may call the queue idle.
+    """
+    queue = DelayQueue(10)
+    now_s = time.monotonic()
+    assert queue.push("k", now_s - 1, defer_s=1.2)
+    assert queue.take(1, 0.0) == []
+    assert (queue.count_due(), queue.is_idle) == (0, False)
+    assert [entry.key for entry in queue.take(1, 5.0)] == ["k"]
+    assert time.monotonic() >= now_s + 0.2
+    assert queue.take(1, 0.0) == []
+    assert queue.is_idle
+
+
+def test_key_that_is_deferred_for_later_is_not_due() -> None:
+    """
+    What starts later is not due because it is left to others as well.
+    """
+    queue = DelayQueue(10)
+    queue.push("k", time.monotonic() + FAR_S, defer_s=1.0)
+    assert queue.is_idle
+
+
+def test_deferred_key_that_is_told_again_keeps_its_turn() -> None:
+    """
+    The same news does not put it off again; news of another time replaces it.
+    """
+    queue = DelayQueue(10)
+    due_s = time.monotonic() - 1
+    queue.push("k", due_s, defer_s=1.0)
+    queue.push("k", due_s, defer_s=FAR_S)
+    assert [entry.key for entry in queue.take(1, 5.0)] == ["k"]
+    queue.push("k", due_s, defer_s=FAR_S)
+    queue.push("k", due_s + 0.1)
+    assert [entry.key for entry in queue.take(1, 0.0)] == ["k"]
