@@ -176,7 +176,8 @@ class Claimer(Service):
             due = fields.get("due")
             if due is None or due <= now:
                 still_due[fields.get("key")] = is_plain(fields)
-        self._contention.looked(len(entries))
+        gone = len(entries) - len(still_due)
+        self._contention.looked(len(entries), gone=gone)
         entries = [entry for entry in entries if entry.key in still_due]
         for entry in entries:
             entry.plain = entry.plain and still_due[entry.key]

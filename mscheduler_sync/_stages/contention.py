@@ -33,6 +33,8 @@ class Contention:
     def __init__(self) -> None:
         self._wait_s = 0.0
         self._claim_s = 0.0
+        #: The last look at many keys has shown that others take them.
+        self._sees_others = False
         #: From how many equal keys a batch is picked at random.
         self.spread = 0
         self._lost_before: TTLCache[str, int] = TTLCache(1000, _LOST_BEFORE_S, timer=time.monotonic)
@@ -58,12 +60,11 @@ class Contention:
         """
         self._claim_s += _NEWEST_WEIGHS * (min(duration_s, _CAP_S) - self._claim_s)
 
-    def looked(self, count: int) -> None:
+    def looked(self, count: int, *, gone: int) -> None:
         """
-        *count* keys were looked at before they were claimed.
+        *count* keys were looked at before they were claimed, and so many were *gone*.
         """
-        if count > 1:
-            self._calm(_CALM_MANY)
+        self._sees_others = count > 1 and gone > 0
 
     def won(self, keys: Sequence[str]) -> None:
         """
@@ -71,8 +72,10 @@ class Contention:
         """
         for key in keys:
             self._lost_before.pop(key, None)
-        self._calm(_CALM_MANY if len(keys) > 1 else _CALM_ONE)
-        self.spread = self.spread // 2 if self.spread > _SPREAD_FIRST else 0
+        if len(keys) == 1:
+            self._calm(_CALM_ONE)
+        elif not self._sees_others:
+            self._calm(_CALM_MANY)
 
     def lost(self, keys: Sequence[str], *, of: int) -> list[str]:
         """
@@ -86,11 +89,14 @@ class Contention:
                 again.append(key)
         # A key that is lost again and again is not for us: nobody competes for it.
         if 2 * (len(keys) - len(again)) >= of:
-            grown_s = 2 * self._wait_s if self._wait_s else _FELT_FIRST * _FIRST_S
-            self._wait_s = min(_CAP_S, grown_s)
+            first_s = _FELT_FIRST * _FIRST_S
+            # The wait is for lone keys; of batches it only says that a look pays.
+            grown_s = 2 * self._wait_s if of == 1 else self._wait_s
+            self._wait_s = min(_CAP_S, max(first_s, grown_s))
             self.spread = min(_SPREAD_CAP, max(_SPREAD_FIRST, 2 * self.spread))
         return again
 
     def _calm(self, factor: float) -> None:
         calmed_s = self._wait_s * factor
         self._wait_s = calmed_s if calmed_s > _FIRST_S / 2 else 0.0
+        self.spread = self.spread // 2 if self.spread > _SPREAD_FIRST else 0

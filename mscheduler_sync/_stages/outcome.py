@@ -4,15 +4,13 @@ Stores how attempts ended, together, fenced, again and again until it is known; 
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal
+from typing import Final
 
 import attrs
 
-from mscheduler_sync._runtime import backoff
 from mscheduler_sync._runtime.crash_points import reach
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
@@ -26,8 +24,15 @@ from mscheduler_sync._stages.attempt import (
     Snoozed,
     Succeeded,
 )
+from mscheduler_sync._stages.pending import (
+    Pending,
+    Verdict,
+    groups_of,
+    retry_delay_s,
+    statement_of,
+    verdict_on,
+)
 from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.statements import Update
 from mscheduler_sync._storage.store import TaskStore, Together
 from mscheduler_sync.errors import InvalidTask, StoreRejected, StoreUnavailable
 from mscheduler_sync.events import (
@@ -38,39 +43,13 @@ from mscheduler_sync.events import (
     TaskExecuteResult,
     WaitOccupy,
 )
-from mscheduler_sync.limits import LONGEST_S
-from mscheduler_sync.model import Attempt, TaskOptions, decode_fields, read_attempts
+from mscheduler_sync.model import Attempt, decode_fields, read_attempts
 
 _log = logger("outcome")
 
 #: While other attempts run, an outcome waits this long for company, in seconds.
 GATHER_S: Final = 0.005
 _MOST_TOGETHER: Final = 100
-#: Results of one statement, in bytes; a statement may not exceed 16 MiB.
-_MOST_BYTES_TOGETHER: Final = 4 * 1024 * 1024
-
-Verdict = Literal["stored", "lost"]
-
-
-@attrs.define(eq=False)
-class _Pending:
-    """
-    One outcome on its way.
-    """
-
-    key: str
-    running_id: str
-    outcome: Outcome
-    #: None for a claim that never became an attempt.
-    attempt: HeldAttempt | None
-    retry_delay_s: float = 0.0
-    progress: object = None
-    #: The short statement may do for it.
-    plain: bool = False
-    #: An earlier try may have been applied.
-    uncertain: bool = False
-    #: Nothing is left to do for it.
-    done: bool = False
 
 
 class OutcomeWriter(Service):
@@ -103,8 +82,8 @@ class OutcomeWriter(Service):
         #: Keys of claims that a stop gave back before they became attempts; this thread adds.
         self.claims_given_back: list[str] = []
         # Both under _changed.
-        self._pending: list[_Pending] = []
-        self._writing: list[_Pending] = []
+        self._pending: list[Pending] = []
+        self._writing: list[Pending] = []
         self._enough = 1
         self._closing = False
 
@@ -114,7 +93,7 @@ class OutcomeWriter(Service):
         """
         Store *outcome*. Never blocks.
         """
-        pending = _Pending(
+        pending = Pending(
             attempt.key,
             attempt.running_id,
             outcome,
@@ -134,10 +113,10 @@ class OutcomeWriter(Service):
         with self._changed:
             if self._closing:
                 return False
-        self._add(_Pending(key, running_id, why, None))
+        self._add(Pending(key, running_id, why, None))
         return True
 
-    def _add(self, pending: _Pending) -> None:
+    def _add(self, pending: Pending) -> None:
         with self._changed:
             self._pending.append(pending)
             # A wake-up costs more than the outcome: only the first and the last needed one do.
@@ -205,7 +184,7 @@ class OutcomeWriter(Service):
             timeout_s = min(timeout_s, 0.2)
         return super().pause(timeout_s)
 
-    def _gather(self) -> list[_Pending]:
+    def _gather(self) -> list[Pending]:
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._closing)
             if not self._pending:
@@ -228,9 +207,9 @@ class OutcomeWriter(Service):
             self._writing = chosen
             return chosen
 
-    def _write(self, batch: Sequence[_Pending]) -> None:
+    def _write(self, batch: Sequence[Pending]) -> None:
         refusal: StoreRejected | None = None
-        for group in _groups(batch):
+        for group in groups_of(batch):
             try:
                 result = self._send(group)
             except StoreRejected as error:
@@ -254,8 +233,8 @@ class OutcomeWriter(Service):
         if refusal is not None:
             raise refusal
 
-    def _send(self, group: Sequence[_Pending]) -> Together:
-        result = self._store.update_together(_statement, group)
+    def _send(self, group: Sequence[Pending]) -> Together:
+        result = self._store.update_together(statement_of, group)
         if not group[0].plain or result.matched == len(group):
             return result
         # Perhaps the others are no plain tasks any more. Those that are done match no more.
@@ -264,13 +243,13 @@ class OutcomeWriter(Service):
             pending.plain = False
         if not rest:
             return result
-        again = self._store.update_together(_statement, rest)
+        again = self._store.update_together(statement_of, rest)
         positions = {id(pending): position for position, pending in enumerate(group)}
         errors = {positions[id(rest[at])]: problem for at, problem in again.errors.items()}
         return Together(result.matched + again.matched, {**result.errors, **errors})
 
     def _read_verdicts(
-        self, batch: Sequence[_Pending], errors: Mapping[int, str]
+        self, batch: Sequence[Pending], errors: Mapping[int, str]
     ) -> dict[str, Verdict]:
         found = self._store.find(statements.attempt_state([p.key for p in batch]))
         attempts: dict[str, tuple[Attempt, ...]] = {}
@@ -282,12 +261,12 @@ class OutcomeWriter(Service):
                 # Unreadable now: nothing can be said of the attempt, so nothing is claimed of it.
                 continue
         return {
-            pending.running_id: _verdict(pending, attempts.get(pending.key))
+            pending.running_id: verdict_on(pending, attempts.get(pending.key))
             for position, pending in enumerate(batch)
             if position not in errors
         }
 
-    def _on_refused(self, pending: _Pending, problem: str) -> None:
+    def _on_refused(self, pending: Pending, problem: str) -> None:
         """
         The server refuses this one statement: without its progress, or as a failure, or not at all.
         """
@@ -317,13 +296,13 @@ class OutcomeWriter(Service):
         )
         if isinstance(pending.outcome, Succeeded):
             pending.outcome = Failed(failure.bounded(f"UnstorableResult: {problem}"), for_good=True)
-            again = _Pending(pending.key, pending.running_id, pending.outcome, pending.attempt)
+            again = Pending(pending.key, pending.running_id, pending.outcome, pending.attempt)
             with self._changed:
                 self._pending.append(again)
         else:
             self._settle(pending, "lost")
 
-    def _finish(self, pending: _Pending, verdict: Verdict) -> None:
+    def _finish(self, pending: Pending, verdict: Verdict) -> None:
         reach("before_event")
         outcome, key = pending.outcome, pending.key
         fields: dict[str, object] = {
@@ -366,7 +345,7 @@ class OutcomeWriter(Service):
             self._hub.publish(TaskExecuteResult(key=key, success=False))
         self._settle(pending, verdict)
 
-    def _may_run_again(self, pending: _Pending, outcome: Failed) -> bool:
+    def _may_run_again(self, pending: Pending, outcome: Failed) -> bool:
         """
         Whether another attempt is to be expected, and somebody wants to know when.
         """
@@ -377,95 +356,8 @@ class OutcomeWriter(Service):
             return attempt is not None
         return attempt.number < attempt.options.max_attempts
 
-    def _settle(self, pending: _Pending, verdict: Verdict) -> None:
+    def _settle(self, pending: Pending, verdict: Verdict) -> None:
         if pending.attempt is not None:
             pending.attempt.settled = True
             pending.attempt.wake.set()
             self._on_settled(pending.attempt, pending.outcome, verdict)
-
-
-def retry_delay_s(options: TaskOptions, attempt_number: int, outcome: Outcome) -> float:
-    """
-    Return how long after this failure the task may run again, in seconds.
-    """
-    if not isinstance(outcome, Failed):
-        return 0.0
-    if outcome.delay_s is not None:
-        return outcome.delay_s
-    cap_s = LONGEST_S if options.retry_max_delay is None else options.retry_max_delay
-    grown_s = backoff.delay_s(
-        attempt_number,
-        first_s=options.retry_delay,
-        cap_s=cap_s,
-        factor=options.retry_backoff,
-    )
-    spread = options.retry_jitter
-    return min(cap_s, grown_s * random.uniform(1.0 - spread, 1.0 + spread))
-
-
-def _groups(batch: Sequence[_Pending]) -> list[list[_Pending]]:
-    """
-    Split *batch* into what one statement can say: one kind, bounded in size, progress alone.
-    """
-    groups: list[list[_Pending]] = []
-    open_groups: dict[tuple[type[Outcome], bool], list[_Pending]] = {}
-    sizes: dict[tuple[type[Outcome], bool], int] = {}
-    for pending in batch:
-        kind = (type(pending.outcome), pending.plain)
-        size = pending.outcome.size_bytes if isinstance(pending.outcome, Succeeded) else 0
-        if pending.progress is not None or size > _MOST_BYTES_TOGETHER:
-            groups.append([pending])
-            continue
-        if kind not in open_groups or sizes[kind] + size > _MOST_BYTES_TOGETHER:
-            open_groups[kind] = []
-            sizes[kind] = 0
-            groups.append(open_groups[kind])
-        open_groups[kind].append(pending)
-        sizes[kind] += size
-    return groups
-
-
-def _statement(group: Sequence[_Pending]) -> Update:
-    """
-    Say the outcomes of *group*, all of one kind.
-    """
-    refs = [(pending.key, pending.running_id) for pending in group]
-    progress = group[0].progress
-    first = group[0].outcome
-    if isinstance(first, Succeeded):
-        values = [p.outcome.value for p in group if isinstance(p.outcome, Succeeded)]
-        say = statements.succeed_plain if group[0].plain else statements.succeed
-        return say(refs, values, progress=progress)
-    if isinstance(first, Failed):
-        failures = [
-            statements.Failure(p.outcome.reason, round(p.retry_delay_s * 1000), p.outcome.for_good)
-            for p in group
-            if isinstance(p.outcome, Failed)
-        ]
-        return statements.fail(refs, failures, progress=progress)
-    if isinstance(first, Snoozed):
-        delays = [round(p.outcome.delay_s * 1000) for p in group if isinstance(p.outcome, Snoozed)]
-        return statements.snooze(refs, delays, progress=progress)
-    if isinstance(first, Interrupted):
-        return statements.mark_interrupted(refs, progress=progress)
-    return statements.release(refs, progress=progress)
-
-
-def _verdict(pending: _Pending, attempts: Sequence[Attempt] | None) -> Verdict:
-    """
-    Say from the document whether *pending* was applied (perhaps by an earlier try) or lost.
-    """
-    mine = next((a for a in attempts or () if a.running_id == pending.running_id), None)
-    outcome = pending.outcome
-    if mine is None:
-        # An attempt that another worker had settled would stand there as failed: it was removed
-        # by an earlier try of ours, or by one that the driver has repeated.
-        was_mine = pending.uncertain or pending.attempt is not None
-        is_removal = isinstance(outcome, Released | Snoozed)
-        return "stored" if was_mine and is_removal and attempts is not None else "lost"
-    if isinstance(outcome, Succeeded):
-        return "stored" if mine.succeeded_at is not None else "lost"
-    if isinstance(outcome, Failed):
-        is_mine = mine.failed_at is not None and mine.fail_reason == outcome.reason
-        return "stored" if is_mine else "lost"
-    return "lost"

@@ -22,7 +22,8 @@ from mscheduler_sync._stages.attempt import (
 from mscheduler_sync._stages.beat import tell
 from mscheduler_sync._stages.executor import Executor
 from mscheduler_sync._stages.heartbeat import Heartbeats
-from mscheduler_sync._stages.outcome import OutcomeWriter, Verdict
+from mscheduler_sync._stages.outcome import OutcomeWriter
+from mscheduler_sync._stages.pending import Verdict
 from mscheduler_sync.context import Reason
 
 _log = logger("execute")

@@ -63,6 +63,36 @@ def test_few_lost_of_many_are_not_felt() -> None:
     assert contention.is_felt
 
 
+def test_others_at_work_are_felt_as_long_as_they_are_seen() -> None:
+    """
+    While looks find keys gone, batches that are won prove nothing; lone keys still do.
+    """
+    contention = Contention()
+    contention.lost(["a", "b"], of=2)
+    for _ in range(100):
+        contention.looked(100, gone=1)
+        contention.won(["c", "d"])
+    assert contention.is_felt
+    assert contention.spread
+    for _ in range(100):
+        contention.looked(100, gone=0)
+        contention.won(["c", "d"])
+    assert not contention.is_felt
+    assert not contention.spread
+
+
+def test_batches_make_nobody_wait_longer_for_a_lone_key() -> None:
+    """
+    Who has fought for a backlog is as quick with the next new task as after one lost claim.
+    """
+    contention = Contention()
+    contention.lost(["a", "b"], of=2)
+    first = contention._wait_s
+    for number in range(20):
+        contention.lost([f"a{number}", f"b{number}"], of=2)
+    assert contention._wait_s == first
+
+
 def test_who_does_not_go_at_once_leaves_the_others_the_time_of_a_claim() -> None:
     """
     Either nothing, or at least twice what a claim takes.

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mscheduler_sync._stages.attempt import Failed, Outcome, Released, Snoozed, Succeeded
-from mscheduler_sync._stages.outcome import retry_delay_s
+from mscheduler_sync._stages.pending import retry_delay_s
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.expressions import MAX_DURATION_MS
 from mscheduler_sync.model import TaskOptions

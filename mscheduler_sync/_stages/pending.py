@@ -1,0 +1,139 @@
+"""
+Outcomes on their way: which go together in one statement, what it says, and whether it was applied.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import attrs
+
+from mscheduler_sync._runtime import backoff
+from mscheduler_sync._stages.attempt import (
+    Failed,
+    HeldAttempt,
+    Interrupted,
+    Outcome,
+    Released,
+    Snoozed,
+    Succeeded,
+)
+from mscheduler_sync._storage import statements
+from mscheduler_sync._storage.statements import Update
+from mscheduler_sync.limits import LONGEST_S
+from mscheduler_sync.model import Attempt, TaskOptions
+
+#: Results of one statement, in bytes; a statement may not exceed 16 MiB.
+MOST_BYTES_TOGETHER: Final = 4 * 1024 * 1024
+
+Verdict = Literal["stored", "lost"]
+
+
+@attrs.define(eq=False)
+class Pending:
+    """
+    One outcome on its way.
+    """
+
+    key: str
+    running_id: str
+    outcome: Outcome
+    #: None for a claim that never became an attempt.
+    attempt: HeldAttempt | None
+    retry_delay_s: float = 0.0
+    progress: object = None
+    #: The short statement may do for it.
+    plain: bool = False
+    #: An earlier try may have been applied.
+    uncertain: bool = False
+    #: Nothing is left to do for it.
+    done: bool = False
+
+
+def retry_delay_s(options: TaskOptions, attempt_number: int, outcome: Outcome) -> float:
+    """
+    Return how long after this failure the task may run again, in seconds.
+    """
+    if not isinstance(outcome, Failed):
+        return 0.0
+    if outcome.delay_s is not None:
+        return outcome.delay_s
+    cap_s = LONGEST_S if options.retry_max_delay is None else options.retry_max_delay
+    grown_s = backoff.delay_s(
+        attempt_number,
+        first_s=options.retry_delay,
+        cap_s=cap_s,
+        factor=options.retry_backoff,
+    )
+    spread = options.retry_jitter
+    return min(cap_s, grown_s * random.uniform(1.0 - spread, 1.0 + spread))
+
+
+def groups_of(batch: Sequence[Pending]) -> list[list[Pending]]:
+    """
+    Split *batch* into what one statement can say: one kind, bounded in size, progress alone.
+    """
+    groups: list[list[Pending]] = []
+    open_groups: dict[tuple[type[Outcome], bool], list[Pending]] = {}
+    sizes: dict[tuple[type[Outcome], bool], int] = {}
+    for pending in batch:
+        kind = (type(pending.outcome), pending.plain)
+        size = pending.outcome.size_bytes if isinstance(pending.outcome, Succeeded) else 0
+        if pending.progress is not None or size > MOST_BYTES_TOGETHER:
+            groups.append([pending])
+            continue
+        if kind not in open_groups or sizes[kind] + size > MOST_BYTES_TOGETHER:
+            open_groups[kind] = []
+            sizes[kind] = 0
+            groups.append(open_groups[kind])
+        open_groups[kind].append(pending)
+        sizes[kind] += size
+    return groups
+
+
+def statement_of(group: Sequence[Pending]) -> Update:
+    """
+    Say the outcomes of *group*, all of one kind.
+    """
+    refs = [(pending.key, pending.running_id) for pending in group]
+    progress = group[0].progress
+    first = group[0].outcome
+    if isinstance(first, Succeeded):
+        values = [p.outcome.value for p in group if isinstance(p.outcome, Succeeded)]
+        say = statements.succeed_plain if group[0].plain else statements.succeed
+        return say(refs, values, progress=progress)
+    if isinstance(first, Failed):
+        failures = [
+            statements.Failure(p.outcome.reason, round(p.retry_delay_s * 1000), p.outcome.for_good)
+            for p in group
+            if isinstance(p.outcome, Failed)
+        ]
+        return statements.fail(refs, failures, progress=progress)
+    if isinstance(first, Snoozed):
+        delays = [round(p.outcome.delay_s * 1000) for p in group if isinstance(p.outcome, Snoozed)]
+        return statements.snooze(refs, delays, progress=progress)
+    if isinstance(first, Interrupted):
+        return statements.mark_interrupted(refs, progress=progress)
+    return statements.release(refs, progress=progress)
+
+
+def verdict_on(pending: Pending, attempts: Sequence[Attempt] | None) -> Verdict:
+    """
+    Say from the document whether *pending* was applied (perhaps by an earlier try) or lost.
+    """
+    mine = next((a for a in attempts or () if a.running_id == pending.running_id), None)
+    outcome = pending.outcome
+    if mine is None:
+        # An attempt that another worker had settled would stand there as failed: it was removed
+        # by an earlier try of ours, or by one that the driver has repeated.
+        was_mine = pending.uncertain or pending.attempt is not None
+        is_removal = isinstance(outcome, Released | Snoozed)
+        return "stored" if was_mine and is_removal and attempts is not None else "lost"
+    if isinstance(outcome, Succeeded):
+        return "stored" if mine.succeeded_at is not None else "lost"
+    if isinstance(outcome, Failed):
+        is_mine = mine.failed_at is not None and mine.fail_reason == outcome.reason
+        return "stored" if is_mine else "lost"
+    return "lost"
