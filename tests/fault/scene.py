@@ -292,6 +292,7 @@ class Scene:
         self.contexts: dict[str, TaskContext] = {}
         self._gates: dict[str, threading.Event] = {}
         self._gates_lock = threading.Lock()
+        self._are_all_open = False
         self._meeting = threading.Barrier(1)
         self.consumer: Consumer
 
@@ -323,6 +324,7 @@ class Scene:
 
     @contextlib.contextmanager
     def _running(self, consumer: Consumer) -> Iterator[None]:
+        self._are_all_open = False
         try:
             consumer.start()
             yield
@@ -362,13 +364,19 @@ class Scene:
         Return the gate before which the task *key* waits.
         """
         with self._gates_lock:
-            return self._gates.setdefault(key, threading.Event())
+            gate = self._gates.setdefault(key, threading.Event())
+            if self._are_all_open:
+                gate.set()
+            return gate
 
     def open_all(self) -> None:
+        """
+        Open all gates, also those at which a function has yet to arrive.
+        """
         with self._gates_lock:
-            gates = list(self._gates.values())
-        for gate in gates:
-            gate.set()
+            self._are_all_open = True
+            for gate in self._gates.values():
+                gate.set()
 
     def wait_status(self, key: str, status: Any, timeout: float = 20) -> Document:
         return wait_status(self.tasks, key, status, timeout)
