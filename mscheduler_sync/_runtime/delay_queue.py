@@ -225,7 +225,8 @@ class DelayQueue:
         now_s = time.monotonic()
         self._promote(now_s)
         waiting = sorted(
-            (entry for _, _, entry in self._later if entry.live), key=lambda entry: entry.due_s
+            (entry for _, _, entry in self._later if entry.live and entry.due_s > now_s),
+            key=lambda entry: entry.due_s,
         )
         if not waiting or waiting[-1].due_s <= due_s:
             return False

@@ -70,7 +70,10 @@ class Fetcher(Service):
         self._ran_low = False
         # Of this thread alone.
         self._polling = True
-        self._more = False
+        #: When what the last pass has left in the database is due: at the earliest. And the next
+        #: such time, of what found no room in the queue too, that is yet to come.
+        self._more_from_s = float("inf")
+        self._needed_at_s = float("inf")
         self._next_pass_s = float("-inf")
         self._passed_at_s = float("-inf")
         self._indexes_wanted = True
@@ -119,12 +122,19 @@ class Fetcher(Service):
             self._changed.notify_all()
 
     def queue_runs_low(self) -> None:
-        # More than a page was there, or what the stream told found no room. A pass under way
-        # brings more by itself, perhaps not enough.
-        if self._in_pass:
-            self._ran_low = True
-        elif self._more or self._queue.dropped_from_s < float("inf"):
-            self.request_pass()
+        with self._changed:
+            if self._in_pass:
+                # It brings more by itself, perhaps not enough.
+                self._ran_low = True
+            elif self._is_more_due():
+                self._wanted = True
+                self._changed.notify_all()
+
+    def _is_more_due(self) -> bool:
+        """
+        More than a page was there, or what the stream told found no room, and it is due.
+        """
+        return min(self._more_from_s, self._queue.dropped_from_s) <= time.monotonic()
 
     def wait_first_pass(self, timeout_s: float) -> bool:
         """
@@ -175,7 +185,7 @@ class Fetcher(Service):
                 if self._ran_low:
                     self._ran_low = False
                     is_low = self._queue.count_due() < CHUNK
-                    self._wanted = self._wanted or (self._more and is_low)
+                    self._wanted = self._wanted or (is_low and self._is_more_due())
                 self._passes += whole and done
                 # What a failed round was to find is found by the next pass.
                 self._wanted = self._wanted or not done
@@ -186,9 +196,11 @@ class Fetcher(Service):
             while not self.stopping:
                 now_s = time.monotonic()
                 due_s = min(self._next_pass_s, self._passed_at_s + self._candidates.horizon_s())
-                dropped_s = self._queue.dropped_from_s
-                if dropped_s > now_s:
-                    due_s = min(due_s, dropped_s)
+                # Once each: what is due already waits until the queue runs low.
+                for left_s in (self._more_from_s, self._queue.dropped_from_s):
+                    if left_s > now_s:
+                        self._needed_at_s = min(self._needed_at_s, left_s)
+                due_s = min(due_s, self._needed_at_s)
                 whole = self._wanted or due_s <= now_s
                 if self._lookups or whole:
                     lookups = list(self._lookups.items())
@@ -225,7 +237,7 @@ class Fetcher(Service):
         if self._crate_interop:
             self._adoption.sweep_now_and_then()
         self._adoption.adopt_underived()
-        self._more = False
+        self._more_from_s = self._needed_at_s = float("inf")
         self._passed_at_s = time.monotonic()
         until = self._horizon_end()
         with self._candidates.during_pass():
@@ -233,8 +245,6 @@ class Fetcher(Service):
                 if self.stopping:
                     return
                 self._read_lane(lane, condition, until)
-        if self._queue.dropped_from_s < float("inf"):
-            self._more = True
         # The leases that this pass has seen may have shortened the horizon.
         pause_s = self._candidates.horizon_s()
         if self._polling:
@@ -266,7 +276,11 @@ class Fetcher(Service):
             if len(found) < limit:
                 return
             if queued:
-                self._more = True
+                # The page was full.
+                left_s = float("-inf")
+                if isinstance(last_due, dt.datetime):
+                    left_s = self._store.clock.monotonic_at(last_due)
+                self._more_from_s = min(self._more_from_s, left_s)
                 return
             # A page of nothing but what is set aside must not hide what stands behind it.
             if isinstance(last_due, dt.datetime) and last_due > after:

@@ -270,6 +270,57 @@ def test_later_tasks_do_not_hold_up_what_is_due(
         wait_until(lambda: producer.count(status="succeeded") >= 130, "what is due is run", 20)
 
 
+def test_tasks_for_soon_cause_no_storm_of_looks(
+    collection: Tasks, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    More than a page that is due one after the other: a look when the next page begins, no more.
+    """
+    monkeypatch.setattr("mscheduler_sync._stages.fetcher.PAGE", 50)
+    producer.send_many([(f"k{n}", n, {"delay": 1 + n * 0.02}) for n in range(200)])
+    with consumer_of(collection, echo, STREAM) as consumer:
+        wait_until(lambda: producer.count(status="succeeded") == 200, "all are run", 25)
+        assert consumer._parts is not None
+        assert consumer._parts.fetcher._passes <= 20
+
+
+def test_low_mark_waits_for_the_end_of_a_look(collection: Tasks) -> None:
+    """
+    Said while a look ends, it is not said in vain.
+    """
+    with consumer_of(collection, echo, STREAM) as consumer:
+        wait_ready(consumer)
+        assert consumer._parts is not None
+        fetcher = consumer._parts.fetcher
+        claimer = threading.Thread(target=fetcher.queue_runs_low)
+        with fetcher._changed:
+            claimer.start()
+            claimer.join(0.2)
+            assert claimer.is_alive()
+        claimer.join(10)
+        assert not claimer.is_alive()
+
+
+@both
+def test_key_that_stands_twice_does_not_hide_the_one_that_waits(
+    collection: Tasks, producer: Producer, found_by: Document
+) -> None:
+    """
+    Without the unique index an ended document may have the same key: that is said, and no more.
+    """
+    producer.send("k", 7)
+    waiting = collection.find_one({"key": "k"})
+    assert waiting is not None
+    with consumer_of(collection, echo, found_by):
+        assert producer.result("k", 15) == 7
+    collection.drop_index("key")
+    collection.insert_one({**waiting, "_id": "another", "params": 8})
+    ran: list[int] = []
+    with consumer_of(collection, ran.append, found_by):
+        wait_until(lambda: ran, "the one that waits is run", 15)
+    assert ran == [8]
+
+
 @both
 def test_lone_consumer_competes_with_nobody(
     collection: Tasks,

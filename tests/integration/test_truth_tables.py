@@ -269,6 +269,7 @@ CHOSEN: Final = [
     plain(status="waiting", name="a", retry={"scope": "worker"}),
     plain(status="waiting", specific_worker_ids=["w1"]),
     plain(status="waiting", specific_worker_ids=["w1", ME]),
+    plain(status="waiting", specific_worker_ids=[oracle.NOBODY]),
     plain(status="waiting", concurrent_worker_cnt=2),
     plain(status="waiting", max_unexpected_retries=1),
     plain(status="waiting", cancel={"time": PAST, "worker_ids": []}),

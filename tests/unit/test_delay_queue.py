@@ -485,6 +485,18 @@ def test_key_that_is_deferred_for_later_is_not_due() -> None:
     assert queue.is_idle
 
 
+def test_deferred_key_that_is_due_is_not_dropped() -> None:
+    """
+    A full queue drops what is due latest, never what is due.
+    """
+    queue = DelayQueue(2)
+    now_s = time.monotonic()
+    queue.push("deferred", now_s - 1, defer_s=FAR_S)
+    queue.push("b", now_s - 2)
+    assert not queue.push("c", now_s - 3)
+    assert "deferred" in queue
+
+
 def test_deferred_key_that_is_told_again_keeps_its_turn() -> None:
     """
     The same news does not put it off again; news of another time replaces it.

@@ -22,7 +22,7 @@ from mscheduler_sync._storage.statements.attempts import (
     success,
 )
 from mscheduler_sync._storage.statements.base import READABLE, Document, Update, one_or_in
-from mscheduler_sync._storage.statements.discovery import allowed_to, eligible_name
+from mscheduler_sync._storage.statements.discovery import eligible_name
 
 #: One worker is enough. An array would pass for its elements.
 _FOR_ONE: Final[Document] = {
@@ -63,7 +63,7 @@ def claim_plain(
             # As we have derived it.
             "status": x.WAITING,
             "cancel": {"$exists": False},
-            "task_option.specific_worker_ids": allowed_to(worker_id),
+            "task_option.specific_worker_ids": {"$in": [None, [], worker_id]},
             **eligible_name(names),
         },
         pipeline=[
