@@ -360,7 +360,9 @@ class Consumer:
 
     def _is_quiet(self) -> bool:
         # In the order in which a key moves on, so that none slips through between two looks.
-        return self._queue.is_idle and not self._slots.taken and self._running.count == 0
+        # What has just been sent may be due on the server, and not yet by our clock.
+        is_idle = self._queue.is_idle(self._store.clock.lag_s)
+        return is_idle and not self._slots.taken and self._running.count == 0
 
     # -- knowledge ---------------------------------------------------------------------------
 

@@ -26,11 +26,14 @@ class ServerClock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # _offset_s and _measured_at_s change together, under _lock.
+        # All change together, under _lock.
         self._offset_s: float | None = None
+        self._lag_s = 0.0
         self._measured_at_s = float("-inf")
 
-    def set(self, server_time: dt.datetime, received_at_s: float) -> None:
+    def set(
+        self, server_time: dt.datetime, received_at_s: float, *, round_trip_s: float = 0.0
+    ) -> None:
         """
         Take a measurement: the server said *server_time* in a reply received at *received_at_s*.
         """
@@ -39,6 +42,7 @@ class ServerClock:
         with self._lock:
             self._offset_s = (server_time - _EPOCH).total_seconds() - received_at_s
             self._measured_at_s = received_at_s
+            self._lag_s = round_trip_s
 
     def invalidate(self) -> None:
         """
@@ -54,6 +58,14 @@ class ServerClock:
         """
         with self._lock:
             return time.monotonic() - self._measured_at_s > STALE_AFTER_S
+
+    @property
+    def lag_s(self) -> float:
+        """
+        How far the estimate may be behind the server, in seconds.
+        """
+        with self._lock:
+            return self._lag_s
 
     @property
     def offset_s(self) -> float | None:

@@ -153,17 +153,17 @@ class DelayQueue:
             self._promote(time.monotonic())
             return self._ready_count
 
-    @property
-    def is_idle(self) -> bool:
+    def is_idle(self, within_s: float = 0.0) -> bool:
         """
-        Whether no key is due, and none is in the hands of the taker.
+        Whether no key is due within *within_s* seconds, and none is in the hands of the taker.
         """
         with self._changed:
             now_s = time.monotonic()
             self._promote(now_s)
             if self._ready_count or self._in_hand:
                 return False
-            return not any(entry.live and entry.due_s <= now_s for _, _, entry in self._later)
+            until_s = now_s + within_s
+            return not any(entry.live and entry.due_s <= until_s for _, _, entry in self._later)
 
     def close(self) -> None:
         """

@@ -195,9 +195,10 @@ class ServerCalls:
         """
         if not self.clock.stale:
             return
+        asked_at_s = time.monotonic()
         with self._call():
             reply = self._database.client.admin.command("hello")
         received_at_s = time.monotonic()
         local_time = reply.get("localTime")
         if local_time is not None:
-            self.clock.set(local_time, received_at_s)
+            self.clock.set(local_time, received_at_s, round_trip_s=received_at_s - asked_at_s)

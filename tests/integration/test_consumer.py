@@ -416,6 +416,21 @@ def test_run_until_idle_right_after_a_send(
             assert producer.result(f"k{number}", 0) == number
 
 
+def test_run_until_idle_with_a_clock_that_lags(collection: Tasks, producer: Producer) -> None:
+    """
+    What was just sent is due, though a consumer that had to wait for the server's time thinks not.
+    """
+    with Consumer(collection, lambda _: None) as consumer:
+        assert consumer.run_until_idle(20)
+        clock = consumer._store.clock
+        lag_s = 0.7
+        late = clock.now() - dt.timedelta(seconds=lag_s)
+        clock.set(late, time.monotonic(), round_trip_s=lag_s)
+        producer.send("k")
+        assert consumer.run_until_idle(20)
+        assert producer.result("k", 0) is None
+
+
 def test_waits_beyond_every_timer(collection: Tasks, producer: Producer) -> None:
     """
     Tasks of the far future and time-outs of centuries overflow no timer of the system (B50).

@@ -446,16 +446,16 @@ def test_what_was_taken_counts_until_the_taker_comes_back() -> None:
     Between the queue and its slot a key is nowhere else: it must not look as if all was done.
     """
     queue = DelayQueue(10)
-    assert queue.is_idle
+    assert queue.is_idle()
     queue.push("later", time.monotonic() + 60)
-    assert queue.is_idle
+    assert queue.is_idle()
     queue.push("now", time.monotonic())
-    assert not queue.is_idle
+    assert not queue.is_idle()
     assert [entry.key for entry in queue.take(5, 1)] == ["now"]
     assert queue.count_due() == 0
-    assert not queue.is_idle
+    assert not queue.is_idle()
     assert queue.take(5, 0) == []
-    assert queue.is_idle
+    assert queue.is_idle()
 
 
 # -- what is left to others ----------------------------------------------------------------------
@@ -469,11 +469,11 @@ def test_deferred_key_comes_out_later_and_is_due_before() -> None:
     now_s = time.monotonic()
     assert queue.push("k", now_s - 1, defer_s=1.2)
     assert queue.take(1, 0.0) == []
-    assert (queue.count_due(), queue.is_idle) == (0, False)
+    assert (queue.count_due(), queue.is_idle()) == (0, False)
     assert [entry.key for entry in queue.take(1, 5.0)] == ["k"]
     assert time.monotonic() >= now_s + 0.2
     assert queue.take(1, 0.0) == []
-    assert queue.is_idle
+    assert queue.is_idle()
 
 
 def test_key_that_is_deferred_for_later_is_not_due() -> None:
@@ -482,7 +482,18 @@ def test_key_that_is_deferred_for_later_is_not_due() -> None:
     """
     queue = DelayQueue(10)
     queue.push("k", time.monotonic() + FAR_S, defer_s=1.0)
-    assert queue.is_idle
+    assert queue.is_idle()
+
+
+def test_key_that_is_due_in_a_moment_is_due_for_who_asks_so() -> None:
+    """
+    A clock that lags behind makes what is due look as if it came in a moment.
+    """
+    queue = DelayQueue(10)
+    queue.push("k", time.monotonic() + FAR_S)
+    assert queue.is_idle()
+    assert queue.is_idle(FAR_S - 10)
+    assert not queue.is_idle(FAR_S + 10)
 
 
 def test_deferred_key_that_is_due_is_not_dropped() -> None:
