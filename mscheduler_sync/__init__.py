@@ -10,7 +10,6 @@ from mscheduler_sync.context import Reason, TaskContext, current_task
 from mscheduler_sync.errors import (
     ComponentCrashed,
     DispatchTimeout,
-    FailForGood,
     HandlerError,
     InboxFull,
     InvalidTask,
@@ -18,6 +17,7 @@ from mscheduler_sync.errors import (
     JobNotFound,
     LeaseLost,
     MSchedulerError,
+    PermanentFailure,
     PoolClosed,
     PoolFull,
     RetryLater,
@@ -44,7 +44,7 @@ from mscheduler_sync.events import (
     WaitOccupy,
     WaitOccupyQueueEmpty,
 )
-from mscheduler_sync.health import Health, PartReport
+from mscheduler_sync.health import ComponentReport, Health
 from mscheduler_sync.model import Attempt, Status, Task, TaskOptions
 from mscheduler_sync.producer import Producer, SendResult
 from mscheduler_sync.router import Router
@@ -58,14 +58,14 @@ __all__ = [  # noqa: RUF022 - grouped by purpose
     "Consumer",
     "StopReport",
     "Health",
-    "PartReport",
+    "ComponentReport",
     "Router",
     # inside a function
     "TaskContext",
     "Reason",
     "current_task",
     "RetryLater",
-    "FailForGood",
+    "PermanentFailure",
     "Snooze",
     # reading
     "Task",

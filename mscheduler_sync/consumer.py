@@ -74,7 +74,7 @@ class Consumer:
         lease_margin: How long before its end a lease is no longer trusted. Default: a tenth
             of it, at least 2 s, never above a quarter.
         max_result_bytes: Larger results become a stored failure.
-        crate_interop: Rust workers share the collection: look through all unfinished
+        rust_interop: Rust workers share the collection: look through all unfinished
             documents every minute for what they have left stale.
 
     Does no I/O. The collection's client stays the caller's and is never closed.
@@ -97,7 +97,7 @@ class Consumer:
         stop_timeout: float = 25.0,
         lease_margin: float | None = None,
         max_result_bytes: int = 1024 * 1024,
-        crate_interop: bool = False,
+        rust_interop: bool = False,
     ) -> None:
         if not isinstance(collection, Collection):
             msg = f"collection must be a pymongo Collection, got {type(collection).__name__}"
@@ -112,7 +112,7 @@ class Consumer:
             stop_timeout=stop_timeout,
             lease_margin=lease_margin,
             max_result_bytes=max_result_bytes,
-            crate_interop=crate_interop,
+            rust_interop=rust_interop,
         )
         self._settings = settings
         self._has_own_id = worker_id is not None
@@ -134,7 +134,7 @@ class Consumer:
         self._slots = Slots(settings.max_workers)
         self._queue = DelayQueue(settings.queue_limit)
         self._running = RunningAttempts(self._slots, is_stopping=self._stop_asked.is_set)
-        self._parts: Assembly | None = None
+        self._assembly: Assembly | None = None
 
     # -- life --------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class Consumer:
                 msg = f"this consumer is {self._state}; a consumer is started once"
                 raise RuntimeError(msg)
             self._state = "running"
-            self._parts = Assembly(
+            self._assembly = Assembly(
                 settings=self._settings,
                 store=self._store,
                 slots=self._slots,
@@ -171,7 +171,7 @@ class Consumer:
             )
         living.add(self)
         self._warn_of_small_pool()
-        self._parts.start()
+        self._assembly.start()
         self._say("running")
 
     def _warn_of_small_pool(self) -> None:
@@ -202,12 +202,12 @@ class Consumer:
         Blocks up to *timeout* seconds (None: for ever, or until the consumer stops).
         """
         deadline_s = deadline_after(timeout)
-        parts = self._parts
-        if parts is None:
+        assembly = self._assembly
+        if assembly is None:
             return False
         while not self._stop_asked.is_set():
             left_s = deadline_s - time.monotonic()
-            if parts.fetcher.wait_first_pass(min(max(left_s, 0.0), _SLICE_S)):
+            if assembly.fetcher.wait_first_pass(min(max(left_s, 0.0), _SLICE_S)):
                 return True
             if left_s <= 0:
                 return False
@@ -227,31 +227,33 @@ class Consumer:
         child, it returns an empty report at once (the former has the stop done by a thread).
 
         Raises:
-            ComponentCrashed: If a part had failed for good; the stop was done nevertheless.
+            ComponentCrashed: If a component had failed for good; the stop was done nevertheless.
         """
         timeout_s = (
             self._settings.stop_timeout_s if timeout is None else seconds(timeout, "timeout")
         )
         if os.getpid() != self._pid:
             return StopReport()
-        if self._parts is not None and self._parts.executor.is_running_here():
+        if self._assembly is not None and self._assembly.executor.is_running_here():
             # A task cannot wait for its own end, and perhaps nobody waits in run_forever.
             self.request_stop()
             self._stop_in_thread(timeout)
             return StopReport()
         with self._lock:
-            state, parts = self._state, self._parts
+            state, assembly = self._state, self._assembly
             if state == "new":
                 self._state = "stopped"
                 self._report = StopReport()
                 self._stopped.set()
-            is_mine = parts is not None and not self._being_stopped and not self._stopped.is_set()
+            is_mine = (
+                assembly is not None and not self._being_stopped and not self._stopped.is_set()
+            )
             if is_mine:
                 self._state = "stopping"
                 self._being_stopped = True
-        if is_mine and parts is not None:
+        if is_mine and assembly is not None:
             self._stop_asked.set()
-            self._stop_parts(parts, timeout_s)
+            self._stop_assembly(assembly, timeout_s)
         elif state == "new":
             self._hub.close()
         self._stopped.wait(min(timeout_s + 1.0, threading.TIMEOUT_MAX))
@@ -259,13 +261,13 @@ class Consumer:
             raise self._crash
         return self._report or StopReport()
 
-    def _stop_parts(self, parts: Assembly, timeout_s: float) -> None:
+    def _stop_assembly(self, assembly: Assembly, timeout_s: float) -> None:
         """
         Stop the threads. An interrupted stop (Ctrl-C) is not done: the next one goes on with it.
         """
         self._say("stopping")
         try:
-            self._report = parts.stop(timeout_s)
+            self._report = assembly.stop(timeout_s)
         except BaseException:
             with self._lock:
                 self._being_stopped = False
@@ -284,9 +286,9 @@ class Consumer:
         Without `run_forever`, somebody still has to call `stop`.
         """
         self._stop_asked.set()
-        parts = self._parts
-        if parts is not None:
-            parts.claimer.request_stop()
+        assembly = self._assembly
+        if assembly is not None:
+            assembly.claimer.request_stop()
 
     def run_forever(self) -> StopReport:
         """
@@ -298,7 +300,7 @@ class Consumer:
         signal releases what it can in one update and ends the process with 128 + signal.
 
         Raises:
-            ComponentCrashed: If a part failed again and again; the failure is its cause.
+            ComponentCrashed: If a component failed again and again; the failure is its cause.
             RuntimeError: If the consumer was stopped before.
         """
         return serve(
@@ -318,14 +320,14 @@ class Consumer:
         retry) do not count.
 
         Raises:
-            ComponentCrashed: If a part failed again and again.
+            ComponentCrashed: If a component failed again and again.
         """
         deadline_s = deadline_after(timeout)
         self._check_process()
         if self.state == "new":
             self.start()
-        parts = self._parts
-        while parts is not None and not self._stop_asked.is_set():
+        assembly = self._assembly
+        while assembly is not None and not self._stop_asked.is_set():
             if deadline_s <= time.monotonic():
                 return False
             begun = self._running.begun
@@ -335,7 +337,7 @@ class Consumer:
             # What the pass finds goes through the claimer's hands, and may not be for us. An
             # attempt that came and went meanwhile may have failed, and be due once more.
             if (
-                parts.fetcher.wait_pass(left_s)
+                assembly.fetcher.wait_pass(left_s)
                 and self._wait_quiet(deadline_s)
                 and self._running.begun == begun
             ):
@@ -414,13 +416,13 @@ class Consumer:
         return take_health(
             state=self.state,
             crash=self._crash,
-            services=self._parts.services if self._parts is not None else [],
-            watcher=self._parts.watcher if self._parts is not None else None,
+            services=self._assembly.services if self._assembly is not None else [],
+            watcher=self._assembly.watcher if self._assembly is not None else None,
             slots=self._slots,
             queue=self._queue,
             running=self._running,
-            writer=self._parts.writer if self._parts is not None else None,
-            candidates=self._parts.candidates if self._parts is not None else None,
+            writer=self._assembly.writer if self._assembly is not None else None,
+            candidates=self._assembly.candidates if self._assembly is not None else None,
             store=self._store,
         )
 
@@ -486,16 +488,20 @@ class Consumer:
             f"state={self.state!r})"
         )
 
-    def _on_crash(self, part: str, error: BaseException) -> None:
-        crash = ComponentCrashed(part)
+    def _on_crash(self, component: str, error: BaseException) -> None:
+        crash = ComponentCrashed(component)
         crash.__cause__ = error
         with self._lock:
             if self._crash is None:
                 self._crash = crash
         _log.critical(
-            "the consumer stops: a part failed again and again",
+            "the consumer stops: a component failed again and again",
             exc_info=error,
-            extra={"event": "component_crashed", "worker_id": self.worker_id, "part": part},
+            extra={
+                "event": "component_crashed",
+                "worker_id": self.worker_id,
+                "component": component,
+            },
         )
         self.request_stop()
         # Nobody may be waiting in run_forever: end by ourselves, outside the failed thread.
@@ -535,7 +541,7 @@ class Consumer:
         self._renew()
         self._stopped.set()
         self._hub.close()
-        self._parts = None
+        self._assembly = None
 
     def _renew(self) -> None:
         """
@@ -554,9 +560,9 @@ class Consumer:
         """
         Give back in one update what can be given back; at most *timeout_s* seconds.
         """
-        parts = self._parts
-        if parts is not None:
-            parts.give_back_everything(timeout_s)
+        assembly = self._assembly
+        if assembly is not None:
+            assembly.give_back_everything(timeout_s)
 
     def _function_of(self, name: str | None) -> Invocation | None:
         return self._function if self._router is None else self._router.find(name)

@@ -126,7 +126,7 @@ class ComponentCrashed(MSchedulerError):
     """
 
     def __init__(self, component: str) -> None:
-        super().__init__(f"the part {component!r} failed repeatedly; the consumer has stopped")
+        super().__init__(f"the component {component!r} failed repeatedly; the consumer has stopped")
         self.component = component
 
 
@@ -227,7 +227,7 @@ class RetryLater(Exception):
         self.delay_s = _steering_delay(delay)
 
 
-class FailForGood(Exception):
+class PermanentFailure(Exception):
     """
     Raise in a function: the task is to fail now, whatever attempts are left.
     """

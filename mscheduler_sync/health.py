@@ -11,7 +11,7 @@ from typing import Literal
 import attrs
 
 from mscheduler_sync._runtime.delay_queue import DelayQueue
-from mscheduler_sync._runtime.service import PartHealth, Service
+from mscheduler_sync._runtime.service import ComponentHealth, Service
 from mscheduler_sync._runtime.slots import Slots
 from mscheduler_sync._stages.candidates import Candidates
 from mscheduler_sync._stages.outcome import OutcomeWriter
@@ -23,7 +23,7 @@ State = Literal["new", "running", "stopping", "stopped", "crashed", "forked"]
 
 
 @attrs.frozen
-class PartReport:
+class ComponentReport:
     """
     The state of one background part.
     """
@@ -62,17 +62,18 @@ class Health:
     stream_age: float | None
     #: Server time minus the monotonic clock, or None before the first contact.
     clock_offset: float | None
-    parts: Mapping[str, PartReport]
+    components: Mapping[str, ComponentReport]
     #: Why the consumer has crashed, or None.
     crash: str | None
 
     @property
     def ok(self) -> bool:
         """
-        Whether it runs, every thread lives, and no part is in trouble right now.
+        Whether it runs, every thread lives, and no component is in trouble right now.
         """
         return self.state == "running" and all(
-            part.alive and part.failures_in_a_row == 0 for part in self.parts.values()
+            component.alive and component.failures_in_a_row == 0
+            for component in self.components.values()
         )
 
 
@@ -94,9 +95,9 @@ def take_health(
     def age(at_s: float | None) -> float | None:
         return None if at_s is None else now_s - at_s
 
-    def report(service: Service) -> PartReport:
-        health: PartHealth = service.health
-        return PartReport(
+    def report(service: Service) -> ComponentReport:
+        health: ComponentHealth = service.health
+        return ComponentReport(
             alive=service.alive,
             last_error=health.last_error,
             last_error_age=age(health.last_error_at_s),
@@ -120,6 +121,6 @@ def take_health(
         if watcher is not None and watcher.is_open
         else None,
         clock_offset=store.clock.offset_s,
-        parts={service.part: report(service) for service in services},
+        components={service.component: report(service) for service in services},
         crash=None if crash is None else f"{crash} ({crash.__cause__!r})"[:500],
     )

@@ -128,7 +128,7 @@ class ConsumerSettings:
     stop_timeout_s: float
     lease_margin_s: float | None
     result_limit_bytes: int
-    crate_interop: bool
+    rust_interop: bool
 
     @classmethod
     def checked(
@@ -143,7 +143,7 @@ class ConsumerSettings:
         stop_timeout: object,
         lease_margin: object,
         max_result_bytes: object,
-        crate_interop: object,
+        rust_interop: object,
     ) -> ConsumerSettings:
         """
         Raises:
@@ -155,7 +155,7 @@ class ConsumerSettings:
                 f"got {around!r}"
             )
             raise TypeError(msg)
-        for name, flag in (("watch", watch), ("crate_interop", crate_interop)):
+        for name, flag in (("watch", watch), ("rust_interop", rust_interop)):
             if not isinstance(flag, bool):
                 msg = f"{name} must be True or False, got {flag!r}"
                 raise TypeError(msg)
@@ -175,7 +175,7 @@ class ConsumerSettings:
             if lease_margin is None
             else seconds(lease_margin, "lease_margin", at_most=3600.0),
             result_limit_bytes=whole(max_result_bytes, "max_result_bytes", 1, 15 * 1024 * 1024),
-            crate_interop=bool(crate_interop),
+            rust_interop=bool(rust_interop),
         )
 
 

@@ -136,7 +136,7 @@ class Invariants:
        says that a lease lapsed, that a stop left the attempt behind, or that its function ran on.
     4. Every run is accounted for, and none has two outcomes.
     5. Failed attempts are bounded.
-    6. Status, due time and lanes are what the document says otherwise.
+    6. Status, due time and routes are what the document says otherwise.
     """
 
     def __init__(self, tasks: Collection[Document], witness: Witness) -> None:
@@ -187,7 +187,7 @@ class Invariants:
         wrong += self._query(
             "ended but due", {"status": {"$in": x.TERMINAL}, "due": {"$lt": x.NEVER}}
         )
-        wrong += self._query("never derived", {"lanes": None})
+        wrong += self._query("never derived", {"routes": None})
         assert not wrong, "\n".join(["the guarantees do not hold:", *wrong])
 
     def _query(self, what: str, condition: Mapping[str, Any]) -> list[str]:
@@ -214,13 +214,13 @@ class Invariants:
             stored = document.get("status"), document.get("due")
             yield f"status and due are {stored}, not {(status, due)}"
         is_shared = options.concurrency > 1 or options.retry_scope == "worker"
-        lanes = statements.lanes_of(
+        routes = statements.routes_of(
             name=document.get("name"),
             worker_ids=() if options.worker_ids == (x.NOBODY,) else options.worker_ids,
             shared=is_shared,
         )
-        if document.get("lanes") != lanes:
-            yield f"its lanes are {document.get('lanes')}, not {lanes}"
+        if document.get("routes") != routes:
+            yield f"its routes are {document.get('routes')}, not {routes}"
         if (document.get("finished_at") is not None) != (status in x.TERMINAL):
             yield f"it is {status}, and finished_at is {document.get('finished_at')}"
         failed = [one for one in attempts if one.failed_at is not None]

@@ -161,7 +161,7 @@ def due_of(document: Document) -> Moment:
     return min([_ready(document), *ends], key=_order)
 
 
-def lanes_of(document: Document) -> str | list[str]:
+def routes_of(document: Document) -> str | list[str]:
     option = document["task_option"]
     worker_ids = option.get("specific_worker_ids")
     name = document.get("name")
@@ -170,8 +170,8 @@ def lanes_of(document: Document) -> str | list[str]:
     # Whoever comes by is to settle what is left of a cancelled task.
     barred = worker_ids == [NOBODY] and _cancelled(document)
     if worker_ids and not barred:
-        lanes = [f"@{worker_id}" for worker_id in worker_ids]
-        return lanes[0] if len(lanes) == 1 else lanes
+        routes = [f"@{worker_id}" for worker_id in worker_ids]
+        return routes[0] if len(routes) == 1 else routes
     return "*" if name is None else ["*n", f"={name}"]
 
 
@@ -359,7 +359,7 @@ def mark_interrupted(document: Document, running_id: str) -> Document:
 
 def repair(document: Document) -> Document:
     after = copy.deepcopy(document)
-    after["lanes"] = lanes_of(after)
+    after["routes"] = routes_of(after)
     return _derive(after)
 
 

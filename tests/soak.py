@@ -122,7 +122,7 @@ class Soak:
             "watch": self._random.random() < 0.7,
             "poll_interval": 0.3,
             "stop_timeout": 3.0,
-            "crate_interop": self._random.random() < 0.2,
+            "rust_interop": self._random.random() < 0.2,
         }
         self._workers[number] = subprocess.Popen(
             [

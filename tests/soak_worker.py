@@ -15,7 +15,7 @@ from typing import Any
 
 from pymongo import MongoClient
 
-from mscheduler_sync import Consumer, FailForGood, RetryLater, Snooze, TaskContext
+from mscheduler_sync import Consumer, PermanentFailure, RetryLater, Snooze, TaskContext
 from tests.invariants import Witness
 from tests.support import Document
 
@@ -60,7 +60,7 @@ def act(params: Document, context: TaskContext) -> Any:
         case "snooze":
             raise Snooze(0.3)
         case "final":
-            raise FailForGood("enough")
+            raise PermanentFailure("enough")
         case _:
             return {"key": context.key, "attempt": context.attempt}
 

@@ -1,5 +1,5 @@
 """
-Loggers and the rate limit of repeated complaints.
+Loggers and the rate limit of repeated throttle.
 
 Loggers are named by component, which is part of the public surface:
 ``mscheduler_sync.{watch,fetch,claim,execute,heartbeat,outcome,consumer,store}``.
@@ -63,7 +63,7 @@ def logger(component: str) -> Log:
     return Log(f"mscheduler_sync.{component}")
 
 
-class Complaints:
+class LogThrottle:
     """
     Remembers what was complained of, so that each thing is logged once per interval.
     """
@@ -72,7 +72,7 @@ class Complaints:
         self._lock = threading.Lock()
         self._seen: TTLCache[object, None] = TTLCache(size, interval_s, timer=time.monotonic)
 
-    def is_new(self, subject: object) -> bool:
+    def allows(self, subject: object) -> bool:
         """
         Return whether *subject* was not complained of within the interval, and note it.
         """

@@ -13,7 +13,7 @@ from typing import ClassVar
 import attrs
 
 from mscheduler_sync._runtime import backoff
-from mscheduler_sync._runtime.log import Complaints, Log
+from mscheduler_sync._runtime.log import Log, LogThrottle
 from mscheduler_sync.errors import StoreError
 
 #: So many programming errors within so many seconds stop the consumer.
@@ -23,7 +23,7 @@ CrashHandler = Callable[[str, BaseException], None]
 
 
 @attrs.define
-class PartHealth:
+class ComponentHealth:
     """
     The last error of a part and how many it has had in a row.
     """
@@ -62,14 +62,14 @@ class Service:
     #: Short enough that all parts work again within 10 s of a server's return.
     longest_pause_s: ClassVar[float] = 8.0
 
-    def __init__(self, part: str, thread_name: str, log: Log, on_crash: CrashHandler) -> None:
-        self.part = part
+    def __init__(self, component: str, thread_name: str, log: Log, on_crash: CrashHandler) -> None:
+        self.component = component
         #: Whose thread this is: what follows the colon in the thread's name.
         self.owner_id = thread_name.partition(":")[2]
-        self.health = PartHealth()
+        self.health = ComponentHealth()
         self._log = log
         self._on_crash = on_crash
-        self._complaints = Complaints(30.0)
+        self._log_throttle = LogThrottle(30.0)
         self._stop = threading.Event()
         self._crashes: collections.deque[float] = collections.deque(maxlen=CRASH_COUNT)
         self._thread = threading.Thread(target=self._main, name=thread_name, daemon=True)
@@ -139,13 +139,13 @@ class Service:
 
     def _after_store_error(self, error: StoreError) -> None:
         self.health.note_error(error)
-        if self._complaints.is_new(type(error.__cause__)):
+        if self._log_throttle.allows(type(error.__cause__)):
             self._log.warning(
                 "the database is in trouble; will try again",
                 extra={
                     "event": "store_trouble",
                     "worker_id": self.owner_id,
-                    "part": self.part,
+                    "component": self.component,
                     "error_type": type(error.__cause__ or error).__name__,
                     "error": str(error)[:500],
                 },
@@ -164,18 +164,18 @@ class Service:
         self.health.note_error(error)
         self._crashes.append(now_s)
         self._log.error(
-            "a part failed with a programming error",
+            "a component failed with a programming error",
             exc_info=error,
             extra={
-                "event": "part_failed",
+                "event": "component_failed",
                 "worker_id": self.owner_id,
-                "part": self.part,
+                "component": self.component,
                 "error_type": type(error).__name__,
             },
         )
         full = len(self._crashes) == CRASH_COUNT
         if full and now_s - self._crashes[0] <= CRASH_WINDOW_S:
-            self._on_crash(self.part, error)
+            self._on_crash(self.component, error)
             return True
         self.pause(0.1)
         return False

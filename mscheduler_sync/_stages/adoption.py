@@ -12,8 +12,8 @@ from typing import Any, Final
 from bson.raw_bson import RawBSONDocument
 
 from mscheduler_sync import model
-from mscheduler_sync._runtime.log import Complaints, logger
-from mscheduler_sync._stages.candidates import Candidates, Lanes
+from mscheduler_sync._runtime.log import LogThrottle, logger
+from mscheduler_sync._stages.candidates import Candidates, Routes
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.store import TaskStore
@@ -37,25 +37,25 @@ class Adoption:
     def __init__(
         self,
         store: TaskStore,
-        lanes: Lanes,
+        routes: Routes,
         candidates: Candidates,
         horizon_end: Callable[[], dt.datetime],
         *,
         is_stopping: Callable[[], bool],
     ) -> None:
         self._store = store
-        self._lanes = lanes
+        self._routes = routes
         self._candidates = candidates
         self._horizon_end = horizon_end
         self._is_stopping = is_stopping
-        self._invalid = Complaints(60.0)
+        self._invalid = LogThrottle(60.0)
         self._next_sweep_s = float("-inf")
 
     def decoded(self, document: RawBSONDocument) -> dict[str, Any] | None:
         try:
             return envelope(document)
         except Exception as error:  # noqa: BLE001 - one document must not stop the others
-            if self._invalid.is_new(bytes(document.raw[:64])):
+            if self._invalid.allows(bytes(document.raw[:64])):
                 _log.error(
                     "a document cannot be decoded",
                     extra={"event": "undecodable", "error": str(error)[:300]},
@@ -93,7 +93,7 @@ class Adoption:
             due = None if fields is None else fields.get("due")
             if fields is None or not isinstance(due, dt.datetime):
                 continue
-            if self._lanes.include(fields.get("lanes")) and due <= until:
+            if self._routes.include(fields.get("routes")) and due <= until:
                 self._candidates.offer(fields)
 
     def _explain(self, key: str) -> None:
@@ -120,7 +120,7 @@ class Adoption:
             found = self._store.find(statements.unfinished(after_key=after, limit=_PAGE))
             stale = [key for document in found if (key := self._stale_key(document)) is not None]
             for start in range(0, len(stale), _CHUNK):
-                self._store.update_together(statements.repair, stale[start : start + _CHUNK])
+                self._store.update_batch(statements.repair, stale[start : start + _CHUNK])
             if len(found) < _PAGE:
                 return
             after = str(found[-1]["key"])

@@ -14,7 +14,7 @@ from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._runtime.slots import Slots
-from mscheduler_sync._stages.candidates import Candidates, Lanes
+from mscheduler_sync._stages.candidates import Candidates, Routes
 from mscheduler_sync._stages.claimer import Claimer
 from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.executor import Executor, FunctionOf
@@ -78,7 +78,7 @@ class Assembly:
         self._store = store
         self._slots = slots
         self._running = running
-        lanes = Lanes(worker_id, names)
+        routes = Routes(worker_id, names)
         contention = Contention()
         self.candidates = candidates = Candidates(queue, lambda: store.clock, hub, contention)
         self.writer = OutcomeWriter(
@@ -101,17 +101,17 @@ class Assembly:
         running.connect(self.executor, self._heartbeats, self.writer, on_free=candidates.look_again)
         self.fetcher = Fetcher(
             store,
-            lanes,
+            routes,
             queue,
             candidates,
             poll_interval_s=settings.poll_interval_s,
-            crate_interop=settings.crate_interop,
+            rust_interop=settings.rust_interop,
             on_changed=running.task_changed,
             on_crash=on_crash,
         )
         self.claimer = Claimer(
             store,
-            lanes,
+            routes,
             queue,
             slots,
             candidates,
@@ -135,7 +135,7 @@ class Assembly:
             self.fetcher,
         ]
         if settings.watch:
-            self.watcher = Watcher(store, lanes, candidates, self.fetcher, on_crash)
+            self.watcher = Watcher(store, routes, candidates, self.fetcher, on_crash)
             self.services.append(self.watcher)
 
     def start(self) -> None:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from mscheduler_sync._runtime.log import Complaints, logger
-from mscheduler_sync._runtime.service import PartHealth
+from mscheduler_sync._runtime.log import LogThrottle, logger
+from mscheduler_sync._runtime.service import ComponentHealth
 from mscheduler_sync._stages.attempt import HeldAttempt
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.calls import CALL_TIMEOUT_S
@@ -41,13 +41,13 @@ class Beat:
         self,
         store: TaskStore,
         attempt: HeldAttempt,
-        health: PartHealth,
-        complaints: Complaints,
+        health: ComponentHealth,
+        throttle: LogThrottle,
         on_new_timeout: Callable[[HeldAttempt], None],
     ) -> None:
         self._store = store
         self._health = health
-        self._complaints = complaints
+        self._log_throttle = throttle
         self._on_new_timeout = on_new_timeout
         self.attempt: Final = attempt
         #: The last beat did not get through.
@@ -140,7 +140,7 @@ class Beat:
         self._health.note_error(error)
         if progress is not None:
             self.attempt.restore_progress(progress)
-        if self._complaints.is_new(type(error.__cause__)):
+        if self._log_throttle.allows(type(error.__cause__)):
             _log.warning(
                 "a heartbeat could not be sent; will try again",
                 extra={

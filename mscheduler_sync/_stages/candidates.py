@@ -16,7 +16,7 @@ from cachetools import TTLCache
 
 from mscheduler_sync._runtime.clock import ServerClock
 from mscheduler_sync._runtime.delay_queue import DelayQueue
-from mscheduler_sync._runtime.log import Complaints, logger
+from mscheduler_sync._runtime.log import LogThrottle, logger
 from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage import statements
@@ -37,34 +37,34 @@ _SHORTEST_HORIZON_S: Final = 0.25
 _LEASE_WINDOW_S: Final = 300.0
 
 
-class Lanes:
+class Routes:
     """
-    Which lanes of the index this consumer may take tasks from.
+    Which routes of the index this consumer may take tasks from.
     """
 
     def __init__(self, worker_id: str, names: Sequence[str | None] | None) -> None:
         self.worker_id: Final = worker_id
         self.names: Final = None if names is None else tuple(names)
-        open_lanes = (
-            [x.LANE_UNNAMED, x.LANE_ANY_NAME]
+        open_routes = (
+            [x.ROUTE_UNNAMED, x.ROUTE_ANY_NAME]
             if names is None
-            else [x.LANE_UNNAMED if name is None else x.lane_of_name(name) for name in names]
+            else [x.ROUTE_UNNAMED if name is None else x.route_of_name(name) for name in names]
         )
-        #: (lane, condition that the lane itself does not imply)
+        #: (route, condition that the route itself does not imply)
         self.queries: Final[list[tuple[str, dict[str, Any]]]] = [
-            *((lane, {}) for lane in open_lanes),
-            (x.lane_of_worker(worker_id), statements.eligible_name(names)),
-            (x.LANE_SHARED, statements.eligible_in_shared_lanes(worker_id, names)),
+            *((route, {}) for route in open_routes),
+            (x.route_of_worker(worker_id), statements.eligible_name(names)),
+            (x.ROUTE_SHARED, statements.eligible_in_shared_routes(worker_id, names)),
         ]
-        self._mine = frozenset(lane for lane, _ in self.queries)
+        self._mine = frozenset(route for route, _ in self.queries)
 
-    def include(self, lanes: object) -> bool:
+    def include(self, routes: object) -> bool:
         """
-        Return whether a task that stands in *lanes* may be one for this consumer.
+        Return whether a task that stands in *routes* may be one for this consumer.
         """
-        if isinstance(lanes, str):
-            return lanes in self._mine
-        return isinstance(lanes, Sequence) and any(lane in self._mine for lane in lanes)
+        if isinstance(routes, str):
+            return routes in self._mine
+        return isinstance(routes, Sequence) and any(route in self._mine for route in routes)
 
 
 def is_plain(fields: Mapping[str, Any]) -> bool:
@@ -98,7 +98,7 @@ class Candidates:
         self._clock = clock
         self._hub = hub
         self._contention = contention
-        self._complaints = Complaints(SET_ASIDE_S)
+        self._log_throttle = LogThrottle(SET_ASIDE_S)
         self._lock = threading.Lock()
         # All under _lock.
         self._set_aside: TTLCache[str, None] = TTLCache(10_000, SET_ASIDE_S, timer=time.monotonic)
@@ -192,7 +192,7 @@ class Candidates:
         with self._lock:
             self._set_aside[key] = None
         self._queue.discard(key)
-        if self._complaints.is_new(key):
+        if self._log_throttle.allows(key):
             _log.error(
                 "a document cannot be handled and is set aside",
                 extra={"event": "set_aside", "task_key": key, "reason": reason},

@@ -20,13 +20,13 @@ from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._runtime.slots import Slots
 from mscheduler_sync._stages.attempt import HeldAttempt, Released
-from mscheduler_sync._stages.candidates import Candidates, Lanes, is_plain
+from mscheduler_sync._stages.candidates import Candidates, Routes, is_plain
 from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.outcome import OutcomeWriter
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.statements import Ref, Update
-from mscheduler_sync._storage.store import TaskStore, Together
+from mscheduler_sync._storage.store import BatchResult, TaskStore
 from mscheduler_sync.errors import InvalidTask, StoreError, StoreRejected
 from mscheduler_sync.events import EventHub, TaskOccupyResult, WaitOccupyQueueEmpty
 from mscheduler_sync.model import Attempt
@@ -78,7 +78,7 @@ class Claimer(Service):
     def __init__(
         self,
         store: TaskStore,
-        lanes: Lanes,
+        routes: Routes,
         queue: DelayQueue,
         slots: Slots,
         candidates: Candidates,
@@ -94,9 +94,9 @@ class Claimer(Service):
         on_gap: Callable[[], None],
         on_crash: CrashHandler,
     ) -> None:
-        super().__init__("claim", f"ms-claim:{lanes.worker_id}", _log, on_crash)
+        super().__init__("claim", f"ms-claim:{routes.worker_id}", _log, on_crash)
         self._store = store
-        self._lanes = lanes
+        self._routes = routes
         self._queue = queue
         self._slots = slots
         self._candidates = candidates
@@ -221,8 +221,8 @@ class Claimer(Service):
             if plain:
                 return statements.claim_plain(
                     some,
-                    self._lanes.worker_id,
-                    names=self._lanes.names,
+                    self._routes.worker_id,
+                    names=self._routes.names,
                     sent_at=self._store.clock.now(),
                 )
             # Made anew for each try: the time since an outage is part of it.
@@ -230,24 +230,24 @@ class Claimer(Service):
             is_recent = since_outage_s < _OUTAGE_MEMORY_S
             return statements.claim(
                 some,
-                self._lanes.worker_id,
-                names=self._lanes.names,
+                self._routes.worker_id,
+                names=self._routes.names,
                 elapsed_since_outage_ms=round(since_outage_s * 1000) if is_recent else None,
                 sent_at=self._store.clock.now(),
             )
 
         tries = 0
 
-        def send() -> Together:
+        def send() -> BatchResult:
             nonlocal tries
             tries += 1
             try:
-                return self._store.update_together(make, refs)
+                return self._store.update_batch(make, refs)
             except StoreRejected as error:
                 if tries < _TRIES_IF_REFUSED:
                     raise
                 # Whatever it is, it must not stand before all other tasks for ever.
-                return Together(0, dict.fromkeys(range(len(refs)), str(error)))
+                return BatchResult(0, dict.fromkeys(range(len(refs)), str(error)))
 
         result = self._until_answered(refs, send)
         for position, problem in result.errors.items():
@@ -311,7 +311,7 @@ class Claimer(Service):
             self._candidates.set_aside(key, f"{error.path} {error.problem}")
             return False
         mine = next((a for a in attempts if a.running_id == running_id), None)
-        if any(a.worker_id != self._lanes.worker_id for a in attempts):
+        if any(a.worker_id != self._routes.worker_id for a in attempts):
             self._candidates.note_other_worker()
         if mine is None or not mine.is_open:
             return False
@@ -323,7 +323,7 @@ class Claimer(Service):
             key=key,
             name=name if isinstance(name, str) else None,
             running_id=running_id,
-            worker_id=self._lanes.worker_id,
+            worker_id=self._routes.worker_id,
             number=1 + sum(1 for a in attempts if a.failed_at is not None),
             is_only=len(attempts) == 1 and options.concurrency == 1,
             options=options,
@@ -342,7 +342,7 @@ class Claimer(Service):
             "a task was claimed",
             extra={
                 "event": "claimed",
-                "worker_id": self._lanes.worker_id,
+                "worker_id": self._routes.worker_id,
                 "task_key": key,
                 "running_id": running_id,
                 "attempt": attempt.number,
@@ -367,7 +367,7 @@ class Claimer(Service):
                 "a late claim could not be given back; its lease has to end first",
                 extra={
                     "event": "claim_left",
-                    "worker_id": self._lanes.worker_id,
+                    "worker_id": self._routes.worker_id,
                     "task_key": key,
                     "running_id": running_id,
                     "error": str(error),
@@ -391,7 +391,7 @@ class Claimer(Service):
             return
         _log.debug(
             "claims were lost",
-            extra={"event": "claims_lost", "worker_id": self._lanes.worker_id, "count": len(lost)},
+            extra={"event": "claims_lost", "worker_id": self._routes.worker_id, "count": len(lost)},
         )
         self._candidates.note_other_worker()
         lost_before = self._contention.lost(lost, of=len(keys))

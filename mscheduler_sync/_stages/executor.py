@@ -28,7 +28,7 @@ from mscheduler_sync._stages.attempt import (
 )
 from mscheduler_sync._storage import codec
 from mscheduler_sync.context import TaskContext
-from mscheduler_sync.errors import FailForGood, LeaseLost, RetryLater, Snooze
+from mscheduler_sync.errors import LeaseLost, PermanentFailure, RetryLater, Snooze
 from mscheduler_sync.invocation import Invocation
 
 _log = logger("execute")
@@ -193,7 +193,7 @@ def _outcome_of(error: BaseException, attempt: HeldAttempt) -> Outcome:
         return Snoozed(error.delay_s)
     if isinstance(error, RetryLater):
         return Failed(failure.describe(error), delay_s=error.delay_s)
-    if isinstance(error, FailForGood):
+    if isinstance(error, PermanentFailure):
         return Failed(failure.describe(error), for_good=True)
     if attempt.timed_out:
         return _timed_out(attempt)

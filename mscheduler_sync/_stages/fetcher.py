@@ -19,15 +19,15 @@ from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._stages.adoption import Adoption
-from mscheduler_sync._stages.candidates import Candidates, Lanes
+from mscheduler_sync._stages.candidates import Candidates, Routes
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.store import TaskStore
 
 _log = logger("fetch")
 
-#: Tasks per page, look-ups per query, and the most that a pass reads of one lane.
-PAGE, CHUNK, MOST_PER_LANE = 1000, 100, 20_000
+#: Tasks per page, look-ups per query, and the most that a pass reads of one route.
+PAGE, CHUNK, MOST_PER_ROUTE = 1000, 100, 20_000
 #: More look-ups than this at once, and a whole pass is cheaper.
 _MOST_LOOKUPS: Final = 1000
 
@@ -40,25 +40,25 @@ class Fetcher(Service):
     def __init__(
         self,
         store: TaskStore,
-        lanes: Lanes,
+        routes: Routes,
         queue: DelayQueue,
         candidates: Candidates,
         *,
         poll_interval_s: float,
-        crate_interop: bool,
+        rust_interop: bool,
         on_changed: Callable[[str], None],
         on_crash: CrashHandler,
     ) -> None:
-        super().__init__("fetch", f"ms-fetch:{lanes.worker_id}", _log, on_crash)
+        super().__init__("fetch", f"ms-fetch:{routes.worker_id}", _log, on_crash)
         self._store = store
-        self._lanes = lanes
+        self._routes = routes
         self._queue = queue
         self._candidates = candidates
         self._poll_interval_s = poll_interval_s
-        self._crate_interop = crate_interop
+        self._rust_interop = rust_interop
         self._on_changed = on_changed
         self._adoption = Adoption(
-            store, lanes, candidates, self._horizon_end, is_stopping=lambda: self.stopping
+            store, routes, candidates, self._horizon_end, is_stopping=lambda: self.stopping
         )
         candidates.on_shorter = self.horizon_changed
         self._changed = threading.Condition()
@@ -224,9 +224,9 @@ class Fetcher(Service):
                 if isinstance(key, str):
                     self._on_changed(key)
                 is_foreign = chunk.get(fields.get("_id"), False)
-                if is_foreign or fields.get("lanes") is None or fields.get("due") is None:
+                if is_foreign or fields.get("routes") is None or fields.get("due") is None:
                     self._adoption.adopt(fields.get("key"))
-                elif self._lanes.include(fields["lanes"]) and fields["due"] <= until:
+                elif self._routes.include(fields["routes"]) and fields["due"] <= until:
                     self._candidates.offer(fields)
 
     def _pass(self) -> None:
@@ -234,17 +234,17 @@ class Fetcher(Service):
             self._store.ensure_indexes()
             self._indexes_wanted = False
         self._queue.forget_dropped()
-        if self._crate_interop:
+        if self._rust_interop:
             self._adoption.sweep_now_and_then()
         self._adoption.adopt_underived()
         self._more_from_s = self._needed_at_s = float("inf")
         self._passed_at_s = time.monotonic()
         until = self._horizon_end()
         with self._candidates.during_pass():
-            for lane, condition in self._lanes.queries:
+            for route, condition in self._routes.queries:
                 if self.stopping:
                     return
-                self._read_lane(lane, condition, until)
+                self._read_route(route, condition, until)
         # The leases that this pass has seen may have shortened the horizon.
         pause_s = self._candidates.horizon_s()
         if self._polling:
@@ -254,15 +254,15 @@ class Fetcher(Service):
     def _horizon_end(self) -> dt.datetime:
         return self._store.clock.at(time.monotonic() + self._candidates.horizon_s())
 
-    def _read_lane(self, lane: str, condition: dict[str, object], until: dt.datetime) -> None:
+    def _read_route(self, route: str, condition: dict[str, object], until: dt.datetime) -> None:
         """
-        Queue the due tasks of one lane, earliest first, until a page brings something new.
+        Queue the due tasks of one route, earliest first, until a page brings something new.
         """
         after, limit = x.EPOCH, PAGE
-        while limit <= MOST_PER_LANE:
+        while limit <= MOST_PER_ROUTE:
             found = self._store.find(
                 statements.due_tasks(
-                    lane, until=until, limit=limit, after=after, eligible=condition
+                    route, until=until, limit=limit, after=after, eligible=condition
                 )
             )
             queued = 0

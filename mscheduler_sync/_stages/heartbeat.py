@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-from mscheduler_sync._runtime.log import Complaints, logger
+from mscheduler_sync._runtime.log import LogThrottle, logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._stages.attempt import HeldAttempt
 from mscheduler_sync._stages.beat import Beat, interval_s, tell
@@ -65,7 +65,7 @@ class Heartbeats(Service):
         self._beaters: set[threading.Thread] = set()
         self._numbers = itertools.count(1)
         self._closing = False
-        self.complaints: Final = Complaints(30.0)
+        self.throttle: Final = LogThrottle(30.0)
 
     def add(self, attempt: HeldAttempt) -> None:
         """
@@ -219,7 +219,7 @@ class Heartbeats(Service):
             self._beat_of(attempt).once()
 
     def _beat_of(self, attempt: HeldAttempt) -> Beat:
-        return Beat(self._store, attempt, self.health, self.complaints, self._watch_timeout)
+        return Beat(self._store, attempt, self.health, self.throttle, self._watch_timeout)
 
     # -- a beating thread --------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from mscheduler_sync._stages.pending import (
     verdict_on,
 )
 from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.store import TaskStore, Together
+from mscheduler_sync._storage.store import BatchResult, TaskStore
 from mscheduler_sync.errors import InvalidTask, StoreRejected, StoreUnavailable
 from mscheduler_sync.events import (
     AttemptLost,
@@ -49,7 +49,7 @@ _log = logger("outcome")
 
 #: While other attempts run, an outcome waits this long for company, in seconds.
 GATHER_S: Final = 0.005
-_MOST_TOGETHER: Final = 100
+_MAX_BATCH: Final = 100
 
 
 class OutcomeWriter(Service):
@@ -189,13 +189,13 @@ class OutcomeWriter(Service):
             self._changed.wait_for(lambda: self._pending or self._closing)
             if not self._pending:
                 return []
-            self._enough = min(self._held_count(), _MOST_TOGETHER)
+            self._enough = min(self._held_count(), _MAX_BATCH)
             if len(self._pending) < self._enough:
                 self._changed.wait_for(
                     lambda: len(self._pending) >= self._enough or self._closing, GATHER_S
                 )
             self._enough = 1
-            batch = self._pending[:_MOST_TOGETHER]
+            batch = self._pending[:_MAX_BATCH]
             # One statement per document and bulk: the order of a bulk is not defined.
             seen: set[str] = set()
             chosen = []
@@ -233,8 +233,8 @@ class OutcomeWriter(Service):
         if refusal is not None:
             raise refusal
 
-    def _send(self, group: Sequence[Pending]) -> Together:
-        result = self._store.update_together(statement_of, group)
+    def _send(self, group: Sequence[Pending]) -> BatchResult:
+        result = self._store.update_batch(statement_of, group)
         if not group[0].plain or result.matched == len(group):
             return result
         # Perhaps the others are no plain tasks any more. Those that are done match no more.
@@ -243,10 +243,10 @@ class OutcomeWriter(Service):
             pending.plain = False
         if not rest:
             return result
-        again = self._store.update_together(statement_of, rest)
+        again = self._store.update_batch(statement_of, rest)
         positions = {id(pending): position for position, pending in enumerate(group)}
         errors = {positions[id(rest[at])]: problem for at, problem in again.errors.items()}
-        return Together(result.matched + again.matched, {**result.errors, **errors})
+        return BatchResult(result.matched + again.matched, {**result.errors, **errors})
 
     def _read_verdicts(
         self, batch: Sequence[Pending], errors: Mapping[int, str]

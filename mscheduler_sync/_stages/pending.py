@@ -26,7 +26,7 @@ from mscheduler_sync.limits import LONGEST_S
 from mscheduler_sync.model import Attempt, TaskOptions
 
 #: Results of one statement, in bytes; a statement may not exceed 16 MiB.
-MOST_BYTES_TOGETHER: Final = 4 * 1024 * 1024
+MAX_BATCH_BYTES: Final = 4 * 1024 * 1024
 
 Verdict = Literal["stored", "lost"]
 
@@ -81,10 +81,10 @@ def groups_of(batch: Sequence[Pending]) -> list[list[Pending]]:
     for pending in batch:
         kind = (type(pending.outcome), pending.plain)
         size = pending.outcome.size_bytes if isinstance(pending.outcome, Succeeded) else 0
-        if pending.progress is not None or size > MOST_BYTES_TOGETHER:
+        if pending.progress is not None or size > MAX_BATCH_BYTES:
             groups.append([pending])
             continue
-        if kind not in open_groups or sizes[kind] + size > MOST_BYTES_TOGETHER:
+        if kind not in open_groups or sizes[kind] + size > MAX_BATCH_BYTES:
             open_groups[kind] = []
             sizes[kind] = 0
             groups.append(open_groups[kind])

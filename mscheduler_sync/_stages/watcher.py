@@ -14,7 +14,7 @@ from typing import Any
 
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler
-from mscheduler_sync._stages.candidates import Candidates, Lanes
+from mscheduler_sync._stages.candidates import Candidates, Routes
 from mscheduler_sync._stages.fetcher import Fetcher
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.store import TaskStore
@@ -32,7 +32,7 @@ class Watcher(StreamReader):
     def __init__(
         self,
         store: TaskStore,
-        lanes: Lanes,
+        routes: Routes,
         candidates: Candidates,
         fetcher: Fetcher,
         on_crash: CrashHandler,
@@ -40,12 +40,12 @@ class Watcher(StreamReader):
         super().__init__(
             store.collection,
             statements.watch_pipeline(),
-            owner_id=lanes.worker_id,
+            owner_id=routes.worker_id,
             log=_log,
             on_crash=on_crash,
         )
         self._store = store
-        self._lanes = lanes
+        self._routes = routes
         self._candidates = candidates
         self._fetcher = fetcher
 
@@ -86,10 +86,10 @@ class Watcher(StreamReader):
         self._fetcher.look_up(document_key.get("_id"), is_foreign=is_foreign)
 
     def _take_document(self, document: Mapping[str, Any], document_key: object) -> None:
-        if document.get("lanes") is None or document.get("due") is None:
+        if document.get("routes") is None or document.get("due") is None:
             if isinstance(document_key, Mapping):
                 self._fetcher.look_up(document_key.get("_id"))
-        elif self._lanes.include(document["lanes"]):
+        elif self._routes.include(document["routes"]):
             if self._is_soon(document["due"]):
                 self._candidates.offer(document)
             option = document.get("task_option")

@@ -32,7 +32,7 @@ from pymongo.errors import (
 from pymongo.read_concern import ReadConcern
 
 from mscheduler_sync._runtime.clock import ServerClock
-from mscheduler_sync._runtime.log import Complaints
+from mscheduler_sync._runtime.log import LogThrottle
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage.codec import RAW
 from mscheduler_sync.errors import StoreError, StoreRejected, StoreUnavailable
@@ -108,7 +108,7 @@ class ServerCalls:
         self._under_way: dict[object, float] = {}
         #: Monotonic time of the last recovery from an outage; read without lock.
         self.recovered_at_s = float("-inf")
-        self._complaints = Complaints(3600.0)
+        self._log_throttle = LogThrottle(3600.0)
 
     @contextlib.contextmanager
     def _call(
@@ -175,7 +175,7 @@ class ServerCalls:
         self._trouble_since_s = None
         self._under_way = {}
         self.clock = ServerClock()
-        self._complaints = Complaints(3600.0)
+        self._log_throttle = LogThrottle(3600.0)
 
     def since_outage_s(self) -> float:
         """

@@ -383,25 +383,25 @@ def expiry(ended_at: str) -> Expr:
 #: The derived fields of a document to which nothing is added; shared, not to be changed.
 DERIVED: Final[list[Stage]] = derive()
 
-#: Lane prefixes. A lane is a scalar that says who may take a task, for the index (lanes, due).
-LANE_UNNAMED, LANE_ANY_NAME, LANE_SHARED = "*", "*n", "+"
+#: Route prefixes. A route is a scalar that says who may take a task, for the index (routes, due).
+ROUTE_UNNAMED, ROUTE_ANY_NAME, ROUTE_SHARED = "*", "*n", "+"
 
 
-def lane_of_name(name: str) -> str:
+def route_of_name(name: str) -> str:
     return "=" + name
 
 
-def lane_of_worker(worker_id: str) -> str:
+def route_of_worker(worker_id: str) -> str:
     return "@" + worker_id
 
 
-def lanes() -> Stage:
+def routes() -> Stage:
     """
-    Set ``lanes`` from name, restriction and sharing: the lane, or an array where there are several.
+    Set ``routes`` from name, restriction and sharing: a text, or an array of several.
 
     A task for several workers, or with a budget per worker, may be due for one
-    worker and done for another; such tasks have a lane of their own so that they
-    never stand before others. A pinned task stands in the lanes of its workers.
+    worker and done for another; such tasks have a route of their own so that they
+    never stand before others. A pinned task stands in the routes of its workers.
     """
     ids = "$task_option.specific_worker_ids"
     shared = {
@@ -426,17 +426,17 @@ def lanes() -> Stage:
     is_named = {"$eq": [{"$type": "$name"}, "string"]}
     return {
         "$set": {
-            "lanes": {
+            "routes": {
                 "$switch": {
                     "branches": [
-                        {"case": shared, "then": LANE_SHARED},
+                        {"case": shared, "then": ROUTE_SHARED},
                         {"case": is_pinned, "then": one_or_all},
                         {
                             "case": is_named,
-                            "then": [LANE_ANY_NAME, {"$concat": ["=", "$name"]}],
+                            "then": [ROUTE_ANY_NAME, {"$concat": ["=", "$name"]}],
                         },
                     ],
-                    "default": LANE_UNNAMED,
+                    "default": ROUTE_UNNAMED,
                 }
             }
         }

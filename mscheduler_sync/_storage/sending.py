@@ -14,7 +14,7 @@ import attrs
 from bson import ObjectId
 
 from mscheduler_sync._storage import expressions as x
-from mscheduler_sync._storage.statements import lanes_of
+from mscheduler_sync._storage.statements import routes_of
 from mscheduler_sync.router import check_name
 from mscheduler_sync.settings import Duration, choice, seconds, text, whole
 
@@ -222,7 +222,7 @@ class SendOptions:
             "task_option": self.crate_options(),
             "status": x.WAITING,
             "due": start_time,
-            "lanes": lanes_of(
+            "routes": routes_of(
                 name=self.name,
                 worker_ids=self.worker_ids,
                 shared=self.concurrency > 1 or "scope" in self.retry,

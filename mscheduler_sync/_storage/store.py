@@ -33,7 +33,7 @@ _MANY_TIMEOUT_S: Final = 20.0
 
 
 @attrs.frozen
-class Together:
+class BatchResult:
     """
     What became of a statement about several documents.
     """
@@ -96,7 +96,7 @@ class TaskStore(ServerCalls):
                     "collection": self.full_name,
                 },
             )
-        elif self._complaints.is_new("indexes"):
+        elif self._log_throttle.allows("indexes"):
             _log.warning(
                 "an index could not be created; tasks work, slower",
                 extra={"event": "index_refused", "index": name, "error": str(error)[:500]},
@@ -211,13 +211,13 @@ class TaskStore(ServerCalls):
                 )
         return result.matched_count, result.modified_count
 
-    def update_together(
+    def update_batch(
         self,
         make: Callable[[Sequence[_Item]], Update],
         items: Sequence[_Item],
         *,
         timeout_s: float = CALL_TIMEOUT_S,
-    ) -> Together:
+    ) -> BatchResult:
         """
         Run the statement that *make* makes of *items*, one document each, in one command.
 
@@ -234,15 +234,15 @@ class TaskStore(ServerCalls):
             if len(items) == 1:
                 if not isinstance(error.__cause__, (WriteError, DocumentTooLarge)):
                     raise
-                return Together(0, {0: str(error)})
+                return BatchResult(0, {0: str(error)})
         else:
-            return Together(matched, {})
+            return BatchResult(matched, {})
         matched = 0
         errors: dict[int, str] = {}
         refusal: StoreRejected | None = None
         for position, item in enumerate(items):
             try:
-                one = self.update_together(make, [item], timeout_s=timeout_s)
+                one = self.update_batch(make, [item], timeout_s=timeout_s)
             except StoreRejected as error:
                 refusal = error
                 errors[position] = str(error)
@@ -252,7 +252,7 @@ class TaskStore(ServerCalls):
                     errors[position] = one.errors[0]
         if refusal is not None and len(errors) == len(items):
             raise refusal
-        return Together(matched, errors)
+        return BatchResult(matched, errors)
 
     def upsert(
         self, document: Mapping[str, Any], *, session: ClientSession | None

@@ -16,7 +16,7 @@ import attrs
 from bson.raw_bson import RawBSONDocument
 
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import PartHealth
+from mscheduler_sync._runtime.service import ComponentHealth
 from mscheduler_sync._storage import codec
 from mscheduler_sync.errors import StoreError
 from mscheduler_sync.pool import statements
@@ -81,7 +81,7 @@ class Claims:
         self._held = held
         self._pending = pending
         self._handling = handling
-        self._health: PartHealth = handling.health
+        self._health: ComponentHealth = handling.health
         self._unsettled: list[_Claim] = []
 
     def due_s(self, not_before: object) -> float:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from pymongo.database import Database
 
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import CrashHandler, PartHealth, Service
+from mscheduler_sync._runtime.service import ComponentHealth, CrashHandler, Service
 from mscheduler_sync.errors import PoolClosed, StoreError
 from mscheduler_sync.events import EventHub
 from mscheduler_sync.pool import statements
@@ -64,7 +64,7 @@ class Engine:
         self.view = PoolView(self.store, settings.pool)
         self.held = HeldJobs()
         self._waiters = Waiters()
-        self._bugs = PartHealth()
+        self._bugs = ComponentHealth()
         self._pending = PendingJobs(settings.claim_grace_s)
         self.lease = Lease(
             self.store,
@@ -180,7 +180,7 @@ class Engine:
             former = [one for one in self.recurring if not one.stopping]
             if alone:
                 for one in former:
-                    if one.part == thread.part:
+                    if one.component == thread.component:
                         one.request_stop()
             self.recurring = [*former, thread]
 
@@ -198,13 +198,15 @@ class Engine:
             return None
         return max(0.0, self.lease.until_s - time.monotonic())
 
-    def parts(self) -> dict[str, tuple[bool, PartHealth]]:
+    def components(self) -> dict[str, tuple[bool, ComponentHealth]]:
         """
         Every part by name: whether it lives, and its errors.
         """
-        parts = {one.part: (one.alive, one.health) for one in self._services()}
-        parts |= {one.part: (one.alive, one.health) for one in self.recurring if not one.stopping}
-        return parts | {"handlers": (True, self.handling.health), "steps": (True, self._bugs)}
+        components = {one.component: (one.alive, one.health) for one in self._services()}
+        components |= {
+            one.component: (one.alive, one.health) for one in self.recurring if not one.stopping
+        }
+        return components | {"handlers": (True, self.handling.health), "steps": (True, self._bugs)}
 
     def _hint(self, job_id: str) -> None:
         """
@@ -219,8 +221,8 @@ class Engine:
             "a step of a job failed with a programming error",
             exc_info=error,
             extra={
-                "event": "part_failed",
-                "part": "steps",
+                "event": "component_failed",
+                "component": "steps",
                 "task_key": key,
                 "error_type": type(error).__name__,
             },

@@ -13,7 +13,7 @@ from bson.raw_bson import RawBSONDocument
 
 from mscheduler_sync._runtime import backoff
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import PartHealth
+from mscheduler_sync._runtime.service import ComponentHealth
 from mscheduler_sync._stages.failure import name_and_text
 from mscheduler_sync._storage import codec
 from mscheduler_sync.errors import RetryLater, StoreError
@@ -60,7 +60,7 @@ class Handling:
         self._epoch = epoch
         #: Set: no write is tried again.
         self.give_up = threading.Event()
-        self.health = PartHealth()
+        self.health = ComponentHealth()
 
     # -- asking for steps; from any thread ---------------------------------------------------
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from mscheduler_sync._runtime import backoff
-from mscheduler_sync._runtime.log import Complaints, logger
+from mscheduler_sync._runtime.log import LogThrottle, logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._storage.calls import CALL_TIMEOUT_S
 from mscheduler_sync.errors import StoreError
@@ -57,7 +57,7 @@ class Lease(Service):
         self._on_lost = on_lost
         self._on_return = on_return
         self._next_beat_s = 0.0
-        self._complaints = Complaints(30.0)
+        self._log_throttle = LogThrottle(30.0)
 
     @property
     def node(self) -> str:
@@ -171,7 +171,7 @@ class Lease(Service):
 
     def _note(self, error: StoreError) -> None:
         self.health.note_error(error)
-        if self._complaints.is_new(type(error)):
+        if self._log_throttle.allows(type(error)):
             _log.warning(
                 "the lease could not be renewed; will try again",
                 extra={"event": "beat_failed", "worker_id": self.node, "error": str(error)},

@@ -18,7 +18,7 @@ from mscheduler_sync._runtime import living
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync.errors import ComponentCrashed, PoolClosed, StoreError, StoreUnavailable
 from mscheduler_sync.events import Event, EventHub, Subscription
-from mscheduler_sync.health import PartReport
+from mscheduler_sync.health import ComponentReport
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.engine import Engine
 from mscheduler_sync.pool.events import NodeStateChanged
@@ -196,7 +196,7 @@ class Node:
         for the close and returns an empty report.
 
         Raises:
-            ComponentCrashed: If a part had failed for good; the close was done nevertheless.
+            ComponentCrashed: If a component had failed for good; the close was done nevertheless.
         """
         return self._end(self._time(timeout), remove=False)
 
@@ -244,7 +244,7 @@ class Node:
         A second signal ends the process at once: the jobs then wait for the lease to end.
 
         Raises:
-            ComponentCrashed: If a part failed again and again; the failure is its cause.
+            ComponentCrashed: If a component failed again and again; the failure is its cause.
             RuntimeError: If the node was closed before.
         """
         return serve(
@@ -502,10 +502,10 @@ class Node:
         engine = self._engine
         now_s = time.monotonic()
 
-        def report(name: str) -> PartReport:
-            alive, health = engine.parts()[name]
+        def report(name: str) -> ComponentReport:
+            alive, health = engine.components()[name]
             at_s = health.last_error_at_s
-            return PartReport(
+            return ComponentReport(
                 alive=alive,
                 last_error=health.last_error,
                 last_error_age=None if at_s is None else now_s - at_s,
@@ -524,7 +524,7 @@ class Node:
             busy=tuple(engine.executor.busy_keys()),
             ring_size=len(ring.places),
             ring_epoch=ring.epoch,
-            parts={name: report(name) for name in engine.parts()},
+            components={name: report(name) for name in engine.components()},
             crash=None if crash is None else f"{crash} ({crash.__cause__!r})"[:500],
         )
 
@@ -649,16 +649,16 @@ class Node:
         with contextlib.suppress(ComponentCrashed):
             self._end(self._settings.shutdown_timeout_s, remove=remove)
 
-    def _on_crash(self, part: str, error: BaseException) -> None:
-        crash = ComponentCrashed(part)
+    def _on_crash(self, component: str, error: BaseException) -> None:
+        crash = ComponentCrashed(component)
         crash.__cause__ = error
         with self._lock:
             if self._crash is None:
                 self._crash = crash
         _log.critical(
-            "the node closes: a part failed again and again",
+            "the node closes: a component failed again and again",
             exc_info=error,
-            extra={"event": "component_crashed", "worker_id": self.id, "part": part},
+            extra={"event": "component_crashed", "worker_id": self.id, "component": component},
         )
         self._close_soon(remove=False)
 

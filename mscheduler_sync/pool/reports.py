@@ -9,7 +9,7 @@ from typing import Literal
 
 import attrs
 
-from mscheduler_sync.health import PartReport
+from mscheduler_sync.health import ComponentReport
 
 NodeState = Literal["new", "running", "closing", "closed", "shutdown", "crashed", "forked"]
 
@@ -70,7 +70,7 @@ class NodeHealth:
     #: Slot count and epoch of the ring as this node knows it.
     ring_size: int
     ring_epoch: int
-    parts: Mapping[str, PartReport]
+    components: Mapping[str, ComponentReport]
     #: Why the node has crashed, or None.
     crash: str | None
 
@@ -80,5 +80,6 @@ class NodeHealth:
         Whether it runs, every thread lives, and no part is in trouble right now.
         """
         return self.state == "running" and all(
-            part.alive and part.failures_in_a_row == 0 for part in self.parts.values()
+            component.alive and component.failures_in_a_row == 0
+            for component in self.components.values()
         )

@@ -76,7 +76,7 @@ class PoolStore(ServerCalls):
                 with self._call(60.0):
                     self._collections[where].create_index(keys, **options)
             except StoreRejected as error:
-                if self._complaints.is_new("indexes"):
+                if self._log_throttle.allows("indexes"):
                     _log.warning(
                         "an index could not be created; the pool works, slower",
                         extra={
@@ -178,7 +178,7 @@ class PoolStore(ServerCalls):
                 return self.remove(statement)
             except StoreError as error:
                 failures += 1
-                if isinstance(error, StoreRejected) and self._complaints.is_new(str(error)):
+                if isinstance(error, StoreRejected) and self._log_throttle.allows(str(error)):
                     _log.error(
                         "the server refuses a statement; will try again",
                         exc_info=error,

@@ -63,7 +63,7 @@ def _reads_attempt(command: Mapping[str, Any]) -> bool:
 
 
 def _reads_due(command: Mapping[str, Any]) -> bool:
-    return isinstance(command["filter"].get("lanes"), str)
+    return isinstance(command["filter"].get("routes"), str)
 
 
 WRITES = (
@@ -114,7 +114,7 @@ def as_the_library_meets_it(fault: Fault) -> list[Fault]:
     return [fault, fault] if fault.is_retried_by_driver else [fault]
 
 
-@pytest.mark.parametrize(("part", "fault"), list(cells()), ids=str)
+@pytest.mark.parametrize(("component", "fault"), list(cells()), ids=str)
 def test_a_fault_delays_the_work_and_no_more(scene: Scene, part: Part, fault: Fault) -> None:
     """
     One failed command of any part, of any kind, costs time but no task and no second run (B16).
@@ -123,7 +123,7 @@ def test_a_fault_delays_the_work_and_no_more(scene: Scene, part: Part, fault: Fa
 
 
 @pytest.mark.parametrize("fault", [TRANSIENT[0], CLOSED, UNCONFIRMED], ids=str)
-@pytest.mark.parametrize("part", WRITES, ids=str)
+@pytest.mark.parametrize("component", WRITES, ids=str)
 def test_a_fault_with_retryable_writes(retrying: Scene, part: Part, fault: Fault) -> None:
     """
     It is the same where the driver repeats writes by itself (B17).
@@ -201,9 +201,9 @@ def test_the_look_before_a_contended_claim_fails(
     """
     with scene.consuming() as consumer:
         wait_until(lambda: consumer.health().discovery == "stream", "the stream is open")
-        assert consumer._parts is not None
+        assert consumer._assembly is not None
         # As after claims that went to others.
-        contention = consumer._parts.claimer._contention
+        contention = consumer._assembly.claimer._contention
         monkeypatch.setattr(contention, "_wait_s", 0.05)
         monkeypatch.setattr(contention, "draw_wait_s", lambda: 0.01)
         rule = scene.app.hit("claim", "find", CLOSED, when=lambda c: list(c["filter"]) == ["key"])
@@ -257,7 +257,7 @@ def test_the_server_does_not_introduce_itself(
 
             def is_in_trouble() -> bool:
                 calls = scene.app.log.of("fetch", "hello")
-                failed = consumer.health().parts["fetch"].last_error is not None
+                failed = consumer.health().components["fetch"].last_error is not None
                 return failed or any(fault.happened(call) for call in calls)
 
             wait_until(is_in_trouble, "the fetcher has met it")
@@ -281,7 +281,7 @@ SENDS = (
 
 
 @pytest.mark.parametrize("retries", [False, True], ids=["plain", "retrying"])
-@pytest.mark.parametrize("part", SENDS, ids=str)
+@pytest.mark.parametrize("component", SENDS, ids=str)
 def test_a_send_meets_every_fault(
     request: pytest.FixtureRequest, part: Part, retries: bool
 ) -> None:

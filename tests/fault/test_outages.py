@@ -272,8 +272,8 @@ def test_no_part_sleeps_on(scenes: Callable[[str], Scene]) -> None:
     However long an outage lasted, every part looks again soon enough to be back in time (B59).
     """
     with scenes("idle").consuming() as consumer:
-        assert consumer._parts is not None
-        pauses = {part.part: part.longest_pause_s for part in consumer._parts.services}
+        assert consumer._assembly is not None
+        pauses = {part.component: part.longest_pause_s for part in consumer._assembly.services}
     assert set(pauses) == {"outcome", "heartbeat", "claim", "fetch", "watch"}
     assert max(pauses.values()) <= BACK_S
 

@@ -72,7 +72,7 @@ def test_the_stream_meets_a_code(
             scene.wait_status(f"gap {number}", "succeeded", SOON_S)
             scene.send(f"next {number}")
             scene.wait_status(f"next {number}", "succeeded", SOON_S)
-        assert consumer.health().parts["watch"].alive
+        assert consumer.health().components["watch"].alive
         scene.settled()
     assert logged.events("polling") == []
 
@@ -95,7 +95,9 @@ def test_the_history_is_lost_for_a_while(
         openings = scene.app.log.of("watch", "aggregate")
         assert len(openings) < 12
         assert all("resumeAfter" not in str(call.sent["pipeline"]) for call in openings)
-        trouble = [r for r in logged.events("store_trouble") if getattr(r, "part", "") == "watch"]
+        trouble = [
+            r for r in logged.events("store_trouble") if getattr(r, "component", "") == "watch"
+        ]
         assert 1 <= len(trouble) <= 2
         wait_until(lambda: streams(scene), "the stream is open again", 15)
         scene.settled()
@@ -321,8 +323,8 @@ def test_an_event_that_cannot_be_handled(
     """
     with scene.consuming() as consumer:
         wait_streaming(scene)
-        assert consumer._parts is not None
-        watcher = consumer._parts.watcher
+        assert consumer._assembly is not None
+        watcher = consumer._assembly.watcher
         assert watcher is not None
         take = watcher.take
         broken = iter([True])
@@ -337,8 +339,8 @@ def test_an_event_that_cannot_be_handled(
         scene.wait_status("task", "succeeded", SOON_S)
         wait_streaming(scene)
         scene.settled()
-    (record,) = logged.events("part_failed")
-    assert (record.levelno, getattr(record, "part", "")) == (logging.ERROR, "watch")
+    (record,) = logged.events("component_failed")
+    assert (record.levelno, getattr(record, "component", "")) == (logging.ERROR, "watch")
 
 
 def test_streams_are_cut_while_tasks_pour_in(scene: Scene) -> None:

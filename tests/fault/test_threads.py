@@ -631,7 +631,7 @@ def test_a_system_whose_waits_are_short(
         assert producer.result("late", 10**9) == "done"
         assert consumer.wait_started(10**9)
         health = consumer.health()
-        assert [name for name, part in health.parts.items() if part.last_error] == []
+        assert [name for name, component in health.components.items() if component.last_error] == []
         gate.set()
         assert consumer.stop(9 * 86_400).abandoned == ()
     assert status_of(collection, "long") == "succeeded"

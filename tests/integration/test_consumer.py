@@ -122,7 +122,7 @@ def reasons(task: Task) -> list[str]:
         ({"stop_timeout": -1}, ValueError),
         ({"lease_margin": -1}, ValueError),
         ({"max_result_bytes": 0}, ValueError),
-        ({"crate_interop": "yes"}, TypeError),
+        ({"rust_interop": "yes"}, TypeError),
     ],
     ids=repr,
 )
@@ -206,7 +206,7 @@ def test_client_that_the_application_closes(server_uri: str, collection: Tasks) 
         assert consumer.wait_started(10)
         assert consumer.health().ok
     wait_until(lambda: not consumer.health().ok, "the trouble is seen")
-    fetch = consumer.health().parts["fetch"]
+    fetch = consumer.health().components["fetch"]
     assert fetch.alive
     assert "InvalidOperation" in (fetch.last_error or "")
     assert consumer.stop(5) == StopReport()
@@ -489,7 +489,7 @@ def test_health_of_each_stage_of_life(
         last_event_age=None,
         stream_age=None,
         clock_offset=None,
-        parts={},
+        components={},
         crash=None,
     )
     assert not consumer.health().ok
@@ -505,14 +505,14 @@ def test_health_of_each_stage_of_life(
         ages = (health.oldest_attempt_age, health.last_event_age, health.stream_age)
         assert all(age is not None and age >= 0 for age in ages)
         assert health.clock_offset is not None
-        assert set(health.parts) == {"outcome", "heartbeat", "claim", "fetch", "watch"}
-        assert {part.last_error for part in health.parts.values()} == {None}
+        assert set(health.components) == {"outcome", "heartbeat", "claim", "fetch", "watch"}
+        assert {component.last_error for component in health.components.values()} == {None}
         go.set()
         assert consumer.run_until_idle(20)
         assert consumer.health().running == 0
     health = consumer.health()
     assert (health.state, health.ok) == ("stopped", False)
-    assert not any(part.alive for part in health.parts.values())
+    assert not any(component.alive for component in health.components.values())
 
 
 # -- stopping ----------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def wait_ready(consumer: Consumer) -> None:
     Wait until *consumer* has looked at what was there, and its stream, if it has one, is open.
     """
     assert consumer.wait_started(20)
-    if "watch" in consumer.health().parts:
+    if "watch" in consumer.health().components:
         wait_until(lambda: consumer.health().discovery == "stream", "the stream is open", 20)
     assert consumer.run_until_idle(20)
 
@@ -280,8 +280,8 @@ def test_tasks_for_soon_cause_no_storm_of_looks(
     producer.send_many([(f"k{n}", n, {"delay": 1 + n * 0.02}) for n in range(200)])
     with consumer_of(collection, echo, STREAM) as consumer:
         wait_until(lambda: producer.count(status="succeeded") == 200, "all are run", 25)
-        assert consumer._parts is not None
-        assert consumer._parts.fetcher._passes <= 20
+        assert consumer._assembly is not None
+        assert consumer._assembly.fetcher._passes <= 20
 
 
 def test_low_mark_waits_for_the_end_of_a_look(collection: Tasks) -> None:
@@ -290,8 +290,8 @@ def test_low_mark_waits_for_the_end_of_a_look(collection: Tasks) -> None:
     """
     with consumer_of(collection, echo, STREAM) as consumer:
         wait_ready(consumer)
-        assert consumer._parts is not None
-        fetcher = consumer._parts.fetcher
+        assert consumer._assembly is not None
+        fetcher = consumer._assembly.fetcher
         claimer = threading.Thread(target=fetcher.queue_runs_low)
         with fetcher._changed:
             claimer.start()
@@ -595,7 +595,7 @@ def test_collection_that_is_dropped_is_used_again(collection: Tasks, producer: P
     assert set(collection.index_information()) == {
         "_id_",
         "key",
-        "lanes_due",
+        "routes_due",
         "finished_at",
         "expire_at",
     }

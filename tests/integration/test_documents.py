@@ -158,7 +158,7 @@ def spoiled(producer: Producer, collection: Tasks, cases: list[Case]) -> dict[st
 
 
 def check_set_aside(
-    producer: Producer, collection: Tasks, cases: list[Case], *, crate_interop: bool
+    producer: Producer, collection: Tasks, cases: list[Case], *, rust_interop: bool
 ) -> None:
     """
     Each case is told once, names its place, and stays as it is, while good tasks run.
@@ -166,7 +166,7 @@ def check_set_aside(
     bad = spoiled(producer, collection, cases)
     producer.send_many([(f"good{n}", n) for n in range(3)])
     runs: list[Any] = []
-    consumer = polling(collection, runs.append, crate_interop=crate_interop)
+    consumer = polling(collection, runs.append, rust_interop=rust_interop)
     events = consumer.subscribe(TaskSetAside)
     told: dict[str | None, str] = {}
 
@@ -195,7 +195,7 @@ def check_set_aside(
     }
     assert wrong_place == set()
     # A claim that finds a faulty attempt has settled the expired ones before.
-    untouched = ["params", "task_option", *(["task_state", "status"] if crate_interop else [])]
+    untouched = ["params", "task_option", *(["task_state", "status"] if rust_interop else [])]
     for key, before in bad.items():
         after = collection.find_one({"key": key})
         assert after is not None
@@ -208,14 +208,14 @@ def check_set_aside(
     assert [task.key for task in producer.list()] == ["good0", "good1", "good2", "later"]
 
 
-@pytest.mark.parametrize("crate_interop", [False, True])
+@pytest.mark.parametrize("rust_interop", [False, True])
 def test_unreadable_documents_are_set_aside_while_others_run(
-    producer: Producer, collection: Tasks, crate_interop: bool
+    producer: Producer, collection: Tasks, rust_interop: bool
 ) -> None:
     """
     One TaskSetAside tells key and place; the function never sees them, nothing breaks.
     """
-    check_set_aside(producer, collection, UNREADABLE, crate_interop=crate_interop)
+    check_set_aside(producer, collection, UNREADABLE, rust_interop=rust_interop)
 
 
 def test_unreadable_number_of_attempts_does_not_end_a_task(
@@ -226,7 +226,7 @@ def test_unreadable_number_of_attempts_does_not_end_a_task(
     """
     path = "task_option.max_unexpected_retries"
     cases: list[Case] = [(path, value) for value in (None, NAN, -1)]
-    check_set_aside(producer, collection, cases, crate_interop=False)
+    check_set_aside(producer, collection, cases, rust_interop=False)
 
 
 def test_document_that_is_mended_runs(producer: Producer, collection: Tasks) -> None:
@@ -264,7 +264,7 @@ def test_document_whose_key_is_no_text_is_set_aside(
     if key is MISSING:
         del document["key"]
     if not derived:
-        for field in ("due", "lanes", "status"):
+        for field in ("due", "routes", "status"):
             del document[field]
     collection.insert_one(document)
     consumer = polling(collection, echo)
@@ -373,9 +373,9 @@ def test_unreadable_documents_do_not_end_the_stream(producer: Producer, collecti
         assert health.ok
 
 
-@pytest.mark.parametrize("crate_interop", [False, True])
+@pytest.mark.parametrize("rust_interop", [False, True])
 def test_many_unreadable_documents_do_not_hide_a_good_one(
-    producer: Producer, collection: Tasks, crate_interop: bool
+    producer: Producer, collection: Tasks, rust_interop: bool
 ) -> None:
     """
     Whatever their number and kind, with our derived fields or without.
@@ -393,11 +393,11 @@ def test_many_unreadable_documents_do_not_hide_a_good_one(
             "due": dt.datetime(2020, 1, 1, tzinfo=dt.timezone.utc),
         }
         if number % 2:
-            for field in ("due", "lanes", "status"):
+            for field in ("due", "routes", "status"):
                 del document[field]
         bad.append(document)
     collection.insert_many(bad)
-    with polling(collection, echo, crate_interop=crate_interop) as consumer:
+    with polling(collection, echo, rust_interop=rust_interop) as consumer:
         assert producer.result("good", 30) == 1
         assert consumer.health().ok
 

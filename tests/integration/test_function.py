@@ -21,8 +21,8 @@ from mscheduler_sync import (
     AttemptLost,
     AttemptReleased,
     Consumer,
-    FailForGood,
     LeaseLost,
+    PermanentFailure,
     Producer,
     RetryLater,
     Snooze,
@@ -407,7 +407,7 @@ def test_fail_for_good_ends_the_task(producer: Producer, collection: Tasks) -> N
     """
 
     def function(_params: Any) -> None:
-        raise FailForGood("the card has expired")
+        raise PermanentFailure("the card has expired")
 
     task = ran(producer, collection, function, max_attempts=5)
     assert (task.status, task.failures) == ("failed", 1)

@@ -565,10 +565,10 @@ def test_indexes_of_both_are_made_in_either_order(
     for make in (ours, theirs) if first == "ours" else (theirs, ours):
         make()
     names = set(collection.index_information())
-    assert names == {"_id_", "key", "key_worker_id", "lanes_due", "finished_at", "expire_at"}
+    assert names == {"_id_", "key", "key_worker_id", "routes_due", "finished_at", "expire_at"}
 
 
-# -- crate_interop -----------------------------------------------------------------------------
+# -- rust_interop -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("watch", [True, False], ids=["stream", "poll"])
@@ -580,7 +580,7 @@ def test_task_that_rust_inserts_is_adopted(
     """
     interval = 30.0 if watch else 0.05
     with Consumer(
-        collection, lambda params: params, watch=watch, poll_interval=interval, crate_interop=True
+        collection, lambda params: params, watch=watch, poll_interval=interval, rust_interop=True
     ) as consumer:
         assert consumer.wait_started(10)
         if watch:
@@ -589,7 +589,7 @@ def test_task_that_rust_inserts_is_adopted(
         rust.send("k", {"n": 1})
         assert producer.result("k", 10) == {"n": 1}
     adopted = document(collection, "k")
-    assert (adopted["status"], adopted["lanes"]) == ("succeeded", "*")
+    assert (adopted["status"], adopted["routes"]) == ("succeeded", "*")
 
 
 @pytest.mark.parametrize("count", [250])
@@ -606,19 +606,19 @@ def test_many_tasks_that_rust_inserted_before_are_adopted(
     assert producer.count(status="succeeded") == count
 
 
-@pytest.mark.parametrize("lanes", [None, "missing"])
-def test_task_that_has_lost_its_lanes_only_is_adopted(
-    collection: Tasks, producer: Producer, lanes: str | None
+@pytest.mark.parametrize("routes", [None, "missing"])
+def test_task_that_has_lost_its_routes_only_is_adopted(
+    collection: Tasks, producer: Producer, routes: str | None
 ) -> None:
     """
-    Whoever took the lanes away and left the due time: a pass finds the task without the stream.
+    Whoever took the routes away and left the due time: a pass finds the task without the stream.
     """
     producer.send("k", "p")
-    change = {"$set": {"lanes": None}} if lanes is None else {"$unset": {"lanes": ""}}
+    change = {"$set": {"routes": None}} if routes is None else {"$unset": {"routes": ""}}
     collection.update_one({"key": "k"}, change)
     with polling(collection, lambda params: params):
         assert producer.result("k", 20) == "p"
-    assert document(collection, "k")["lanes"] == "*"
+    assert document(collection, "k")["routes"] == "*"
 
 
 def test_claim_of_a_rust_worker_that_died_is_taken_over(
@@ -654,7 +654,7 @@ def test_sweep_finds_a_dead_rust_claim_behind_a_stale_due_time(
     def fail(_params: Any) -> None:
         raise ValueError("ours")
 
-    with polling(collection, fail, worker_id="ours", crate_interop=True) as consumer:
+    with polling(collection, fail, worker_id="ours", rust_interop=True) as consumer:
         wait_until(
             lambda: any(element["fail_time"] for element in states(collection, "k")), "our failure"
         )
@@ -676,7 +676,7 @@ def test_sweep_finds_a_retry_that_a_rust_failure_made_due_earlier(
     running_id = rust.claim("k")
     assert running_id is not None
     assert rust.ping("k", running_id, HOUR)
-    with polling(collection, lambda params: params, worker_id="ours", crate_interop=True):
+    with polling(collection, lambda params: params, worker_id="ours", rust_interop=True):
         wait_until(
             lambda: document(collection, "k")["due"] > now() + HOUR / 2,
             "the due time is the lease's end",
@@ -717,5 +717,5 @@ def test_task_for_one_rust_worker_is_left_to_it(
         producer.send("other")
         producer.result("other", 10)
     assert len(runs) == 1
-    assert document(collection, "k")["lanes"] == "@rust"
+    assert document(collection, "k")["routes"] == "@rust"
     assert rust.claim("k") is not None

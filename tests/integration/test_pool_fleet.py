@@ -594,7 +594,7 @@ def test_a_failing_callback_does_not_end_a_ticker(make: Make) -> None:
 
     node.ticker("t", 0.05, fail)
     wait_until(lambda: len(ticks) >= 3, "three ticks")
-    assert "broken" in str(node.health().parts["ticker:t"].last_error)
+    assert "broken" in str(node.health().components["ticker:t"].last_error)
 
 
 class Planned:

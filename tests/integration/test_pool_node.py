@@ -687,7 +687,7 @@ def test_health_tells_of_a_node(make: Make, recorder: Recorder, watch: bool) -> 
     assert (health.workers, health.jobs, health.ring_size) == (1, 1, 1)
     assert health.lease_left is not None
     assert 0 < health.lease_left <= 30
-    assert {"lease", "control"} <= set(health.parts)
+    assert {"lease", "control"} <= set(health.components)
     node.close()
     assert not node.health().ok
 

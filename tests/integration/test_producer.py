@@ -175,7 +175,7 @@ def test_missing_task_is_inserted(
         "task_option": DEFAULT_OPTION,
         "status": "waiting",
         "due": created,
-        "lanes": "*",
+        "routes": "*",
     }
 
 
@@ -397,7 +397,7 @@ def test_update_replaces_params_and_options(
         if_exists="update",
     )
     assert result == SendResult("k", inserted=False, updated=True, status=state)
-    expected = updated(before, name="n", tags=["t"], lanes=["*n", "=n"])
+    expected = updated(before, name="n", tags=["t"], routes=["*n", "=n"])
     assert stored(collection) == expected
 
 
@@ -411,7 +411,7 @@ def test_update_leaves_a_cancelled_task_cancelled(producer: Producer, collection
     after = stored(collection)
     assert after["params"] == "new"
     assert after["due"] == NEVER
-    for path in ("status", "finished_at", "lanes"):
+    for path in ("status", "finished_at", "routes"):
         assert after[path] == before[path]
     # Rust workers know nothing of cancelling; this is what keeps them off.
     assert after["task_option"]["specific_worker_ids"] == ["__cancelled__"]
@@ -430,7 +430,7 @@ def test_update_removes_what_is_not_given(producer: Producer, collection: Tasks)
     document = stored(collection)
     assert document["task_option"] == DEFAULT_OPTION
     assert not {"name", "tags", "timeout_ms", "keep_ms", "retry"} & set(document)
-    assert document["lanes"] == "*"
+    assert document["routes"] == "*"
 
 
 def test_more_attempts_revive_a_failed_task(producer: Producer, collection: Tasks) -> None:
@@ -465,7 +465,7 @@ def test_rerun_arms_an_ended_task_again(producer: Producer, collection: Tasks, s
         "task_option": OLD_OPTION,
         "status": "waiting",
         "due": start_time,
-        "lanes": "*",
+        "routes": "*",
         "counters": {"failed": int(state == "failed"), "succeeded": int(state == "succeeded")},
     }
 

@@ -24,7 +24,7 @@ from pymongo.errors import PyMongoError
 from mscheduler_sync import (
     Consumer,
     Event,
-    FailForGood,
+    PermanentFailure,
     Producer,
     RetryLater,
     Snooze,
@@ -146,7 +146,7 @@ def test_a_user_who_may_read_and_write_is_enough(guarded: Guarded, everything: E
         assert producer.result("two", 20) == 3
         assert consumer.health().ok
         said = [repr(one) for one in (consumer, producer, consumer.health())]
-    assert set(tasks.index_information()) >= {"key", "lanes_due"}
+    assert set(tasks.index_information()) >= {"key", "routes_due"}
     assert SECRET not in "\n".join([*said, everything.text])
 
 
@@ -184,7 +184,7 @@ def test_a_consumer_with_a_wrong_password_keeps_trying(
     with Consumer(guarded.tasks("late", uri=uri), lambda _: "done") as consumer:
         assert not consumer.wait_started(1)
         wait_until(lambda: not consumer.health().ok, "health is bad", 25)
-        parts = consumer.health().parts
+        parts = consumer.health().components
         assert "uthentication" in str(parts["fetch"].last_error)
         assert all(part.alive for part in parts.values())
         said = [repr(consumer), repr(consumer.health()), str(parts)]
@@ -195,7 +195,7 @@ def test_a_consumer_with_a_wrong_password_keeps_trying(
     text = everything.text
     assert "uthentication" in text
     assert password not in "\n".join([*said, text])
-    # Complaints do not repeat themselves with every try.
+    # LogThrottle do not repeat themselves with every try.
     assert text.count("store_trouble") <= 4
 
 
@@ -347,7 +347,7 @@ def test_a_connection_that_cannot_be_trusted_is_not_used(
             assert "certificate" in str(caught.value)
         with Consumer(tasks, print, stop_timeout=1) as consumer:
             wait_until(lambda: not consumer.health().ok, "health is bad", 20)
-            parts = consumer.health().parts
+            parts = consumer.health().components
             assert all(part.alive for part in parts.values())
             assert parts["fetch"].last_error is not None
     with tls_client(tls_port, certificates / "right.pem") as client:
@@ -385,7 +385,7 @@ class Work:
         if what == "retry":
             raise RetryLater(0, "nothing of it")
         if what == "for good":
-            raise FailForGood("nothing of it")
+            raise PermanentFailure("nothing of it")
         if what == "snooze" and not self.snoozed:
             self.snoozed = True
             raise Snooze(0)

@@ -35,7 +35,7 @@ from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
 from mscheduler_sync import model
-from mscheduler_sync._stages.candidates import Lanes
+from mscheduler_sync._stages.candidates import Routes
 from mscheduler_sync._storage import codec, statements
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage.sending import SendOptions
@@ -172,7 +172,7 @@ def documents(draw: st.DrawFn) -> Document:
         # What is derived may be stale in any way.
         "status": draw(maybe(st.sampled_from(model.STATUSES))),
         "due": draw(maybe(past | future)),
-        "lanes": draw(maybe(st.sampled_from(["*", ["+"], []]))),
+        "routes": draw(maybe(st.sampled_from(["*", ["+"], []]))),
         "finished_at": draw(maybe(past)),
         "expire_at": draw(maybe(future)),
     }
@@ -689,9 +689,9 @@ def _found(table: Table, names: Sequence[str | None] | None) -> set[str]:
     """
     return {
         document["key"]
-        for lane, eligible in Lanes(ME, names).queries
+        for route, eligible in Routes(ME, names).queries
         for document in table.store.find(
-            statements.due_tasks(lane, until=table.latest, limit=10_000, eligible=eligible)
+            statements.due_tasks(route, until=table.latest, limit=10_000, eligible=eligible)
         )
     }
 
@@ -715,7 +715,7 @@ def _is_left_over(case: Case) -> bool:
     """
     Whether an earlier life of this worker has left an attempt in a task for several workers.
     """
-    return oracle.lanes_of(case.document) == "+" and any(
+    return oracle.routes_of(case.document) == "+" and any(
         attempt["worker_id"] == ME and oracle.is_expired(attempt)
         for attempt in oracle.attempts_of(case.document)
     )
@@ -960,12 +960,12 @@ def test_repairs(table: Table, together: bool) -> None:
     for case in table.cases:
         option = case.document["task_option"]
         shared = option["concurrent_worker_cnt"] > 1 or _has_own_budgets(case.document)
-        lanes = statements.lanes_of(
+        routes = statements.routes_of(
             name=case.document.get("name"),
             worker_ids=() if _is_barred(case.document) else option["specific_worker_ids"],
             shared=shared,
         )
-        assert lanes == oracle.lanes_of(case.document)
+        assert routes == oracle.routes_of(case.document)
     keys = [case.key for case in table.cases]
     for document in table.store.collection.find({"key": {"$in": keys}}):
         task = model.read_task(document, table.collection.codec_options)
@@ -1115,8 +1115,8 @@ EXTREMES: Final[list[Any]] = [
     *(2**63 - 1, -(2**63), float("nan"), float("inf"), 1e300, Decimal128("1E+6000")),
     *("x", [1], oracle.NEVER),
 ]
-#: Where a value is an array, the index of lanes and due times takes no array beside it.
-_WITHOUT_ARRAYS: Final = ["due", "lanes"]
+#: Where a value is an array, the index of routes and due times takes no array beside it.
+_WITHOUT_ARRAYS: Final = ["due", "routes"]
 ODD_ATTEMPTS: Final[list[Any]] = [
     *(None, 5, "x", {}, [], [[]], {"worker_id": None}, {"worker_id": 5}, {"running_id": "x"}),
     *([{"worker_id": "w"}], {"worker_id": {}}, {"worker_id": "w", "ping_expire_time": "soon"}),
@@ -1410,10 +1410,10 @@ def test_odd_documents_are_found_without_errors(odd_table: Table) -> None:
     The reads that discover tasks take any document.
     """
     finds = [
-        statements.due_tasks(lane, until=FUTURE, limit=1_000, eligible=eligible)
-        for lane in ("*", "*n", "=x", "+", f"@{ME}")
+        statements.due_tasks(route, until=FUTURE, limit=1_000, eligible=eligible)
+        for route in ("*", "*n", "=x", "+", f"@{ME}")
         for eligible in (
-            statements.eligible_in_shared_lanes(ME, ["x", None]),
+            statements.eligible_in_shared_routes(ME, ["x", None]),
             statements.eligible_name(["x"]),
             None,
         )
@@ -1432,7 +1432,9 @@ def test_the_due_time_is_always_a_date(odd_table: Table) -> None:
     A due time that is no date would be found by no query.
     """
     odd_table.run(lambda cases: statements.repair([case.key for case in cases]))
-    repaired = [d for d in odd_table.documents().values() if isinstance(d.get("lanes"), str | list)]
+    repaired = [
+        d for d in odd_table.documents().values() if isinstance(d.get("routes"), str | list)
+    ]
     assert [d["due"] for d in repaired if not isinstance(d["due"], dt.datetime)] == []
 
 

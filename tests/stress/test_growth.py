@@ -18,7 +18,7 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mscheduler_sync import Consumer, Producer
-from mscheduler_sync._stages.candidates import Lanes
+from mscheduler_sync._stages.candidates import Routes
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import Ref
 from mscheduler_sync._storage.store import TaskStore
@@ -142,10 +142,10 @@ def test_finding_what_is_due(places: Places, client: MongoClient[Document]) -> N
         return [
             len(
                 place.store.find(
-                    statements.due_tasks(lane, until=until, limit=50, eligible=condition)
+                    statements.due_tasks(route, until=until, limit=50, eligible=condition)
                 )
             )
-            for lane, condition in Lanes(WORKER, None).queries
+            for route, condition in Routes(WORKER, None).queries
         ] + [len(place.store.find(statements.underived(after_id=None, limit=50)))]
 
     assert growth(places, look, expected=[50, 0, 0, 0, 0]) < MOST

@@ -19,7 +19,7 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mscheduler_sync import Producer
-from mscheduler_sync._stages.candidates import Lanes
+from mscheduler_sync._stages.candidates import Routes
 from mscheduler_sync._stages.fetcher import PAGE
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage import statements
@@ -118,13 +118,13 @@ def medians_ms(calls: Sequence[Callable[[], object]], rounds: int) -> list[float
     return [statistics.median(taken) for taken in durations]
 
 
-def one_pass(store: TaskStore, lanes: Lanes, until: dt.datetime) -> list[str]:
+def one_pass(store: TaskStore, routes: Routes, until: dt.datetime) -> list[str]:
     """
     Read what a pass of the fetcher reads; return the keys.
     """
     keys = []
-    for lane, eligible in lanes.queries:
-        query = statements.due_tasks(lane, until=until, limit=PAGE, eligible=eligible)
+    for route, eligible in routes.queries:
+        query = statements.due_tasks(route, until=until, limit=PAGE, eligible=eligible)
         keys += [str(document["key"]) for document in store.find(query)]
     return sorted(keys)
 
@@ -149,7 +149,7 @@ def test_the_past_and_the_future_do_not_slow_the_search(
     documents of Rust workers is found out in the same time.
     """
     until = NOW + HOUR
-    lanes = Lanes(ME, None)
+    routes = Routes(ME, None)
     due = [f"due-{n}" for n in range(50)]
     alone = made(databases("alone"), waiting("due", 50, NOW))
     crowded = made(
@@ -159,16 +159,16 @@ def test_the_past_and_the_future_do_not_slow_the_search(
         waiting("pinned", OF_OTHERS, NOW - HOUR, worker_ids=["other"]),
         waiting("due", 50, NOW),
     )
-    assert one_pass(alone, lanes, until) == one_pass(crowded, lanes, until) == sorted(due)
+    assert one_pass(alone, routes, until) == one_pass(crowded, routes, until) == sorted(due)
     compare(
         "a pass for all",
-        lambda: one_pass(alone, lanes, until),
-        lambda: one_pass(crowded, lanes, until),
+        lambda: one_pass(alone, routes, until),
+        lambda: one_pass(crowded, routes, until),
     )
     underived = statements.underived(after_id=None, limit=100)
     compare("underived", lambda: alone.find(underived), lambda: crowded.find(underived))
 
-    named = Lanes(ME, ("mine", None))
+    named = Routes(ME, ("mine", None))
     insert(databases("alone"), waiting("mine", 50, NOW, name="mine"))
     insert(databases("crowded"), waiting("mine", 50, NOW, name="mine"))
     insert(databases("crowded"), waiting("theirs", OF_OTHERS, NOW - HOUR, name="theirs"))

@@ -249,7 +249,7 @@ def test_all_errors_are_in_one_tree() -> None:
         for value in public().values()
         if isinstance(value, type) and issubclass(value, BaseException)
     ]
-    steering = {errors.RetryLater, errors.FailForGood, errors.Snooze}
+    steering = {errors.RetryLater, errors.PermanentFailure, errors.Snooze}
     assert {one for one in found if not issubclass(one, MSchedulerError)} == steering
     assert issubclass(errors.StoreUnavailable, errors.StoreError)
     assert issubclass(errors.StoreRejected, errors.StoreError)
@@ -326,7 +326,7 @@ def test_steering_by_raising() -> None:
     assert errors.RetryLater(2).delay_s == 2.0
     assert errors.Snooze(0.5).delay_s == 0.5
     assert str(errors.RetryLater(2, "busy")) == "busy"
-    assert str(errors.FailForGood("never")) == "never"
+    assert str(errors.PermanentFailure("never")) == "never"
 
 
 def test_statuses_are_words() -> None:

@@ -1,5 +1,5 @@
 """
-Loggers, and the rate limit of repeated complaints.
+Loggers, and the rate limit of repeated throttle.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mscheduler_sync._runtime.log import Complaints, logger
+from mscheduler_sync._runtime.log import LogThrottle, logger
 from tests.support import wait_until
 
 
@@ -67,43 +67,43 @@ def test_a_complaint_is_new_once() -> None:
     """
     Within the interval each subject is told once; other subjects are independent.
     """
-    complaints = Complaints()
-    assert [complaints.is_new("a") for _ in range(3)] == [True, False, False]
-    assert complaints.is_new("b")
-    assert complaints.is_new(("store", KeyError))
-    assert not complaints.is_new(("store", KeyError))
+    throttle = LogThrottle()
+    assert [throttle.allows("a") for _ in range(3)] == [True, False, False]
+    assert throttle.allows("b")
+    assert throttle.allows(("store", KeyError))
+    assert not throttle.allows(("store", KeyError))
 
 
 def test_a_complaint_is_new_again_after_the_interval() -> None:
     """
     Asking does not prolong the silence.
     """
-    complaints = Complaints(0.05)
-    assert complaints.is_new("a")
-    wait_until(lambda: complaints.is_new("a"), "the interval is over")
-    assert not complaints.is_new("a")
+    throttle = LogThrottle(0.05)
+    assert throttle.allows("a")
+    wait_until(lambda: throttle.allows("a"), "the interval is over")
+    assert not throttle.allows("a")
 
 
 def test_the_memory_is_bounded() -> None:
     """
     With too many subjects the oldest are forgotten.
     """
-    complaints = Complaints(60.0, size=3)
-    assert all(complaints.is_new(number) for number in range(10))
-    assert not complaints.is_new(9)
-    assert complaints.is_new(0)
+    throttle = LogThrottle(60.0, size=3)
+    assert all(throttle.allows(number) for number in range(10))
+    assert not throttle.allows(9)
+    assert throttle.allows(0)
 
 
 def test_one_thread_of_many_complains() -> None:
     """
     Of threads that complain of one thing at once, one is told that it is new.
     """
-    complaints = Complaints()
+    throttle = LogThrottle()
     start = threading.Barrier(8)
 
     def complain(_: int) -> int:
         start.wait(10)
-        return sum(complaints.is_new(number) for number in range(100))
+        return sum(throttle.allows(number) for number in range(100))
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(complain, range(8))) == 100

@@ -269,7 +269,7 @@ def test_the_default_document() -> None:
         },
         "status": "waiting",
         "due": NOW,
-        "lanes": "*",
+        "routes": "*",
     }
 
 
@@ -316,7 +316,7 @@ def test_a_document_with_everything() -> None:
         },
         "status": "waiting",
         "due": NOW + dt.timedelta(hours=1),
-        "lanes": "+",
+        "routes": "+",
         "retry": {"backoff": 2.0, "max_delay_ms": 60_000, "jitter": 0.1, "scope": "worker"},
         "timeout_ms": 250,
         "keep_ms": 0,
@@ -326,7 +326,7 @@ def test_a_document_with_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "lanes"),
+    ("options", "routes"),
     [
         ({}, "*"),
         ({"name": "n"}, ["*n", "=n"]),
@@ -337,11 +337,11 @@ def test_a_document_with_everything() -> None:
         ({"retry_scope": "worker"}, "+"),
     ],
 )
-def test_lanes_of_new_tasks(options: dict[str, Any], lanes: str | list[str]) -> None:
+def test_routes_of_new_tasks(options: dict[str, Any], routes: str | list[str]) -> None:
     """
-    A task stands in the lane of who may take it; one for several workers stands apart.
+    A task stands in the route of who may take it; one for several workers stands apart.
     """
-    assert SendOptions.checked(**options).document("key", None, NOW)["lanes"] == lanes
+    assert SendOptions.checked(**options).document("key", None, NOW)["routes"] == routes
 
 
 def test_documents_of_one_key_exclude_each_other() -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import CRASH_COUNT, PartHealth, Service
+from mscheduler_sync._runtime.service import CRASH_COUNT, ComponentHealth, Service
 from mscheduler_sync.errors import StoreRejected, StoreUnavailable
 from tests.support import wait_until
 
@@ -185,7 +185,7 @@ def test_database_trouble_is_retried_told_once_and_forgotten(
     assert service.crashes == []
     (record,) = records(caplog, "store_trouble")
     assert record.levelno == logging.WARNING
-    assert (record.__dict__["part"], record.__dict__["error_type"]) == (
+    assert (record.__dict__["component"], record.__dict__["error_type"]) == (
         "fetch",
         "ConnectionResetError",
     )
@@ -197,7 +197,7 @@ def test_another_kind_of_trouble_is_told_too(
     run: Callable[..., Scripted], caplog: pytest.LogCaptureFixture
 ) -> None:
     """
-    Complaints are counted by the kind of the driver's error.
+    LogThrottle are counted by the kind of the driver's error.
     """
     rejected = StoreRejected("not allowed")
     rejected.__cause__ = PermissionError("no")
@@ -252,7 +252,7 @@ def test_a_programming_error_is_logged_and_the_step_runs_again(
     service = run(raising(ZeroDivisionError("one")))
     assert service.idle.wait(10)
     assert service.crashes == []
-    (record,) = records(caplog, "part_failed")
+    (record,) = records(caplog, "component_failed")
     assert record.levelno == logging.ERROR
     assert record.exc_info is not None
     assert record.exc_info[0] is ZeroDivisionError
@@ -324,7 +324,7 @@ def test_health_counts_failures_in_a_row() -> None:
     """
     A success ends the row but keeps the last error for people to read.
     """
-    health = PartHealth()
+    health = ComponentHealth()
     assert (health.last_error, health.last_error_at_s, health.failures_in_a_row) == (None, None, 0)
     before_s = time.monotonic()
     health.note_error(ValueError("first"))
@@ -342,7 +342,7 @@ def test_health_keeps_long_texts_short() -> None:
     """
     The text of an error is bounded.
     """
-    health = PartHealth()
+    health = ComponentHealth()
     health.note_error(ValueError("x" * 10_000))
     assert health.last_error is not None
     assert len(health.last_error) == 500

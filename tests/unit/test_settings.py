@@ -217,7 +217,7 @@ DEFAULTS: dict[str, Any] = {
     "stop_timeout": 25.0,
     "lease_margin": None,
     "max_result_bytes": 1024 * 1024,
-    "crate_interop": False,
+    "rust_interop": False,
 }
 
 
@@ -235,7 +235,7 @@ def test_settings_are_kept_in_seconds() -> None:
         stop_timeout=0,
         lease_margin=dt.timedelta(seconds=3),
         max_result_bytes=1,
-        crate_interop=True,
+        rust_interop=True,
     )
     assert attrs.asdict(result) == {
         "worker_id": "w1",
@@ -247,7 +247,7 @@ def test_settings_are_kept_in_seconds() -> None:
         "stop_timeout_s": 0.0,
         "lease_margin_s": 3.0,
         "result_limit_bytes": 1,
-        "crate_interop": True,
+        "rust_interop": True,
     }
 
 
@@ -282,7 +282,7 @@ _STOP = "must be at least 0 and at most 86400 seconds, got"
         ("around", 5, TypeError, "must be callable without arguments and return a context manager"),
         ("watch", 1, TypeError, "must be True or False, got 1"),
         ("watch", None, TypeError, "must be True or False, got None"),
-        ("crate_interop", "yes", TypeError, "must be True or False, got 'yes'"),
+        ("rust_interop", "yes", TypeError, "must be True or False, got 'yes'"),
         ("poll_interval", 0, ValueError, f"{_POLL} 0"),
         ("poll_interval", 3601, ValueError, f"{_POLL} 3601"),
         ("poll_interval", float("nan"), ValueError, f"{_POLL} nan"),

@@ -135,7 +135,7 @@ def finds() -> dict[str, Find]:
             until=MOMENT,
             limit=10,
             after=MOMENT,
-            eligible=statements.eligible_in_shared_lanes(WORKER, NAMES),
+            eligible=statements.eligible_in_shared_routes(WORKER, NAMES),
         ),
         "due_tasks, pinned": statements.due_tasks(
             "@w", until=MOMENT, limit=10, eligible=statements.eligible_name(NAMES)
@@ -290,7 +290,7 @@ def test_due_times_are_looked_for_between_two_bounds() -> None:
     Tasks that are never due, and documents without a due time, cost nothing.
     """
     find = statements.due_tasks("*", until=MOMENT, limit=10)
-    assert find.filter == {"lanes": "*", "due": {"$gte": x.EPOCH, "$lte": MOMENT}}
+    assert find.filter == {"routes": "*", "due": {"$gte": x.EPOCH, "$lte": MOMENT}}
     assert find.sort == [("due", 1)]
     assert MOMENT < x.NEVER
 
@@ -488,17 +488,17 @@ def test_the_indexes() -> None:
     """
     assert statements.INDEXES == [
         ([("key", 1)], {"name": "key", "unique": True}),
-        ([("lanes", 1), ("due", 1)], {"name": "lanes_due"}),
+        ([("routes", 1), ("due", 1)], {"name": "routes_due"}),
         ([("finished_at", 1)], {"name": "finished_at", "sparse": True}),
         ([("expire_at", 1)], {"name": "expire_at", "sparse": True, "expireAfterSeconds": 0}),
     ]
 
 
-def test_lanes_cannot_be_mistaken_for_each_other() -> None:
+def test_routes_cannot_be_mistaken_for_each_other() -> None:
     """
-    Whatever names and worker ids are, a lane of one kind is never one of another.
+    Whatever names and worker ids are, a route of one kind is never one of another.
     """
     names = ["", "n", "+", "*", "*n", "=n", "@w"]
-    lanes = [x.lane_of_name(name) for name in names] + [x.lane_of_worker(name) for name in names]
-    lanes += [x.LANE_UNNAMED, x.LANE_ANY_NAME, x.LANE_SHARED]
-    assert len(set(lanes)) == len(lanes)
+    routes = [x.route_of_name(name) for name in names] + [x.route_of_worker(name) for name in names]
+    routes += [x.ROUTE_UNNAMED, x.ROUTE_ANY_NAME, x.ROUTE_SHARED]
+    assert len(set(routes)) == len(routes)

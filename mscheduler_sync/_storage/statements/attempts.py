@@ -298,5 +298,5 @@ def repair(keys: Sequence[str]) -> Update:
     return Update(
         keys=list(keys),
         filter={"key": one_or_in(keys), **READABLE},
-        pipeline=[x.lanes(), *x.DERIVED],
+        pipeline=[x.routes(), *x.DERIVED],
     )

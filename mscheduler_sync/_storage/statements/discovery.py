@@ -14,7 +14,7 @@ from mscheduler_sync._storage.statements.base import Document, Find, one_or_in
 #: (keys, options). The crate's own two indexes coexist: same name and options for ``key``.
 INDEXES: Final[list[tuple[list[tuple[str, int]], Document]]] = [
     ([("key", 1)], {"name": "key", "unique": True}),
-    ([("lanes", 1), ("due", 1)], {"name": "lanes_due"}),
+    ([("routes", 1), ("due", 1)], {"name": "routes_due"}),
     ([("finished_at", 1)], {"name": "finished_at", "sparse": True}),
     ([("expire_at", 1)], {"name": "expire_at", "sparse": True, "expireAfterSeconds": 0}),
 ]
@@ -30,7 +30,7 @@ _DISCOVERED: Final[Document] = {
 
 
 def due_tasks(
-    lane: str,
+    route: str,
     *,
     until: dt.datetime,
     limit: int,
@@ -38,19 +38,19 @@ def due_tasks(
     eligible: Document | None = None,
 ) -> Find:
     """
-    The earliest tasks of one lane that are due in [*after*, *until*]. Index: lanes_due.
+    The earliest tasks of one route that are due in [*after*, *until*]. Index: routes_due.
     """
     return Find(
-        filter={"lanes": lane, "due": {"$gte": after, "$lte": until}, **(eligible or {})},
+        filter={"routes": route, "due": {"$gte": after, "$lte": until}, **(eligible or {})},
         projection=_DISCOVERED,
         sort=[("due", 1)],
         limit=limit,
     )
 
 
-def eligible_in_shared_lanes(worker_id: str, names: Sequence[str | None] | None) -> Document:
+def eligible_in_shared_routes(worker_id: str, names: Sequence[str | None] | None) -> Document:
     """
-    What a lane does not say: allowed, of a known name, and not yet done by this worker.
+    What a route does not say: allowed, of a known name, and not yet done by this worker.
 
     One that it holds is found all the same: its earlier life may have left it.
     """
@@ -84,9 +84,9 @@ def eligible_name(names: Sequence[str | None] | None) -> Document:
 
 def underived(*, after_id: object | None, limit: int) -> Find:
     """
-    Documents without lanes (written by a Rust worker), in order of _id. Index: lanes_due.
+    Documents without routes (written by a Rust worker), in order of _id. Index: routes_due.
     """
-    condition: Document = {"lanes": None}
+    condition: Document = {"routes": None}
     if after_id is not None:
         condition["_id"] = {"$gt": after_id}
     return Find(filter=condition, projection={"key": 1}, sort=[("_id", 1)], limit=limit)
@@ -110,7 +110,7 @@ def discovered_by_id(ids: Sequence[object]) -> Find:
     """
     return Find(
         filter={"_id": {"$in": list(ids)}},
-        projection={**_DISCOVERED, "lanes": 1},
+        projection={**_DISCOVERED, "routes": 1},
         sort=[],
         limit=len(ids),
     )
@@ -122,7 +122,7 @@ def discovered_by_key(keys: Sequence[str]) -> Find:
     """
     return Find(
         filter={"key": one_or_in(keys)},
-        projection={**_DISCOVERED, "lanes": 1},
+        projection={**_DISCOVERED, "routes": 1},
         sort=[],
         limit=len(keys),
     )
@@ -187,7 +187,7 @@ def watch_pipeline() -> list[x.Stage]:
                 "documentKey": 1,
                 "fullDocument.key": 1,
                 "fullDocument.due": 1,
-                "fullDocument.lanes": 1,
+                "fullDocument.routes": 1,
                 "fullDocument.status": 1,
                 "fullDocument.task_option.priority": 1,
                 "fullDocument.task_option.worker_timeout_ms": 1,
@@ -200,15 +200,15 @@ def watch_pipeline() -> list[x.Stage]:
     ]
 
 
-def lanes_of(*, name: str | None, worker_ids: Sequence[str], shared: bool) -> str | list[str]:
+def routes_of(*, name: str | None, worker_ids: Sequence[str], shared: bool) -> str | list[str]:
     """
-    The lanes of a new task; `expressions.lanes` computes the same in the database.
+    The routes of a new task; `expressions.routes` computes the same in the database.
     """
     if shared:
-        return x.LANE_SHARED
+        return x.ROUTE_SHARED
     if worker_ids:
-        lanes = [x.lane_of_worker(worker_id) for worker_id in worker_ids]
-        return lanes[0] if len(lanes) == 1 else lanes
+        routes = [x.route_of_worker(worker_id) for worker_id in worker_ids]
+        return routes[0] if len(routes) == 1 else routes
     if name is not None:
-        return [x.LANE_ANY_NAME, x.lane_of_name(name)]
-    return x.LANE_UNNAMED
+        return [x.ROUTE_ANY_NAME, x.route_of_name(name)]
+    return x.ROUTE_UNNAMED

@@ -87,7 +87,7 @@ def resend(
             },
             {"$set": guarded},
             {"$unset": ["_may", "_ended"]},
-            x.lanes(),
+            x.routes(),
             *x.DERIVED,
         ],
     )
@@ -172,7 +172,7 @@ def cancel(key: str) -> Update:
                     }
                 }
             },
-            x.lanes(),
+            x.routes(),
             *x.DERIVED,
         ],
     )

@@ -54,7 +54,7 @@ class Child:
         return self._out.read_text(errors="replace")
 
     @property
-    def complaints(self) -> str:
+    def throttle(self) -> str:
         """
         What it wrote to its standard error.
         """
@@ -68,9 +68,7 @@ class Child:
         def found() -> list[str]:
             lines = self.output.split("\n")[:-1]
             hits = [line[len(start) :].strip() for line in lines if line.startswith(start)]
-            assert hits or self.alive, (
-                f"it ended without {start!r}:\n{self.output}{self.complaints}"
-            )
+            assert hits or self.alive, f"it ended without {start!r}:\n{self.output}{self.throttle}"
             return hits
 
         return wait_until(found, f"it prints {start!r}", timeout)[0]
@@ -91,7 +89,7 @@ class Child:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            msg = f"it has not ended within {timeout:g} s:\n{self.output}{self.complaints}"
+            msg = f"it has not ended within {timeout:g} s:\n{self.output}{self.throttle}"
             raise AssertionError(msg) from None
 
     def open_gate(self, name: str) -> None:
