@@ -105,7 +105,7 @@ def test_many_outcomes_lose_their_reply(far: Scene, proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("fault", [HALF_DONE, UNCONFIRMED], ids=str)
-@pytest.mark.parametrize("component", ["claim", "outcome"])
+@pytest.mark.parametrize("part", ["claim", "outcome"])
 def test_a_statement_about_many_fails(scene: Scene, part: str, fault: Fault) -> None:
     """
     Claims and outcomes that go together are settled one by one, also when half of them is done.

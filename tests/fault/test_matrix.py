@@ -114,7 +114,7 @@ def as_the_library_meets_it(fault: Fault) -> list[Fault]:
     return [fault, fault] if fault.is_retried_by_driver else [fault]
 
 
-@pytest.mark.parametrize(("component", "fault"), list(cells()), ids=str)
+@pytest.mark.parametrize(("part", "fault"), list(cells()), ids=str)
 def test_a_fault_delays_the_work_and_no_more(scene: Scene, part: Part, fault: Fault) -> None:
     """
     One failed command of any part, of any kind, costs time but no task and no second run (B16).
@@ -123,7 +123,7 @@ def test_a_fault_delays_the_work_and_no_more(scene: Scene, part: Part, fault: Fa
 
 
 @pytest.mark.parametrize("fault", [TRANSIENT[0], CLOSED, UNCONFIRMED], ids=str)
-@pytest.mark.parametrize("component", WRITES, ids=str)
+@pytest.mark.parametrize("part", WRITES, ids=str)
 def test_a_fault_with_retryable_writes(retrying: Scene, part: Part, fault: Fault) -> None:
     """
     It is the same where the driver repeats writes by itself (B17).
@@ -281,7 +281,7 @@ SENDS = (
 
 
 @pytest.mark.parametrize("retries", [False, True], ids=["plain", "retrying"])
-@pytest.mark.parametrize("component", SENDS, ids=str)
+@pytest.mark.parametrize("part", SENDS, ids=str)
 def test_a_send_meets_every_fault(
     request: pytest.FixtureRequest, part: Part, retries: bool
 ) -> None:
