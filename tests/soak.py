@@ -39,8 +39,8 @@ from mscheduler_sync import (
     TaskRunning,
 )
 from mscheduler_sync.embedded import EmbeddedServer
-from tests.invariants import Invariants, Witness
 from tests.support import Document, wait_until
+from tests.support.invariants import Invariants, Witness
 
 WORKERS, PRODUCERS = 4, 2
 OPEN = {"status": {"$in": ["waiting", "running"]}}

@@ -16,8 +16,8 @@ from typing import Any
 from pymongo import MongoClient
 
 from mscheduler_sync import Consumer, PermanentFailure, RetryLater, Snooze, TaskContext
-from tests.invariants import Witness
 from tests.support import Document
+from tests.support.invariants import Witness
 
 
 def main(uri: str, database_name: str, options: dict[str, Any]) -> int:

@@ -10,8 +10,8 @@ import pytest
 from pymongo import MongoClient
 from pymongo.database import Database
 
-from tests.fault.scene import LogRecords, Scene, scene_on
 from tests.support import Document
+from tests.support.scene import LogRecords, Scene, scene_on
 
 
 @pytest.fixture

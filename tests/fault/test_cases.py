@@ -15,9 +15,9 @@ from pymongo.database import Database
 from mscheduler_sync import Consumer, Producer, WaitOccupy
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import EXPIRED_REASON
-from tests.fault.scene import Scene, blocked, stopped_in_time
-from tests.fault.workers import worker_process
 from tests.support import Document, fail_point, wait_until
+from tests.support.scene import Scene, blocked, stopped_in_time
+from tests.support.workers import worker_process
 
 SHORT: Mapping[str, Any] = {"lease": 1.0, "heartbeat": 0.3}
 

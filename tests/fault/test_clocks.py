@@ -15,9 +15,9 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mscheduler_sync._storage.statements import EXPIRED_REASON
-from tests.fault.scene import Scene
-from tests.fault.workers import WorkerProcess, worker_process
 from tests.support import Document, wait_until
+from tests.support.scene import Scene
+from tests.support.workers import WorkerProcess, worker_process
 
 HOUR_S = 3600
 SHORT = {"lease": 1.5, "heartbeat": 0.4}

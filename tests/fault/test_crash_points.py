@@ -16,9 +16,9 @@ from mscheduler_sync import WaitOccupy
 from mscheduler_sync._runtime.crash_points import CRASH_POINTS
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import EXPIRED_REASON
-from tests.fault.scene import Scene
-from tests.fault.workers import worker_process
 from tests.support import Document, wait_until
+from tests.support.scene import Scene
+from tests.support.workers import worker_process
 
 LEASE_S = 1.5
 #: An idle fleet takes a task over within the lease and a second; a busy machine gets more.

@@ -12,9 +12,9 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mscheduler_sync._storage.statements import EXPIRED_REASON
-from tests.fault.scene import Scene
-from tests.fault.workers import WorkerProcess, worker_process
 from tests.support import Document, wait_until
+from tests.support.scene import Scene
+from tests.support.workers import WorkerProcess, worker_process
 
 #: Minutes of waiting for leases and servers: run with the stress tests.
 

@@ -15,15 +15,15 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mscheduler_sync import AttemptLost, AttemptReleased, Producer
-from tests.fault.proxy import Proxy, proxy_to
-from tests.fault.scene import (
+from tests.support import Document, wait_until
+from tests.support.proxy import Proxy, proxy_to
+from tests.support.scene import (
     HALF_DONE,
     UNCONFIRMED,
     Fault,
     Scene,
     scene_on,
 )
-from tests.support import Document, wait_until
 
 #: Minutes of waiting for leases and servers: run with the stress tests.
 

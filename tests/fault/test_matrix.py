@@ -19,7 +19,8 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mscheduler_sync import Producer, SendResult, StoreError, StoreRejected
-from tests.fault.scene import (
+from tests.support import Document, fail_point, wait_until
+from tests.support.scene import (
     CALLER,
     CLOSED,
     FORBIDDEN,
@@ -32,7 +33,6 @@ from tests.fault.scene import (
     blocked,
     scene_on,
 )
-from tests.support import Document, fail_point, wait_until
 
 #: Longer than the lease in `SHORT`.
 BLOCKED = blocked(1500)

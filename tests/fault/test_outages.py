@@ -29,10 +29,10 @@ from mscheduler_sync import (
     StoreUnavailable,
 )
 from mscheduler_sync._storage import statements
-from tests.fault.scene import LogRecords, Scene, scene_on, stopped_in_time
-from tests.fault.servers import OwnServer, own_server
-from tests.invariants import Witness
 from tests.support import Document, wait_until
+from tests.support.invariants import Witness
+from tests.support.scene import LogRecords, Scene, scene_on, stopped_in_time
+from tests.support.servers import OwnServer, own_server
 
 #: Minutes of waiting for leases and servers: run with the stress tests.
 

@@ -34,9 +34,9 @@ from mscheduler_sync.pool import (
     statements,
 )
 from mscheduler_sync.pool.store import PoolStore
-from tests.fault.servers import own_server
-from tests.pool_invariants import Member, Recorder, broken
 from tests.support import Document, fail_point, wait_until
+from tests.support.pool_invariants import Member, Recorder, broken
+from tests.support.servers import own_server
 
 TTL_S = 2.0
 #: The write is done, and yet the reply is an error.

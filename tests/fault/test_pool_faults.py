@@ -21,9 +21,9 @@ from mscheduler_sync.pool import (
     Node,
     NodeFenced,
 )
-from tests.pool_fleet import NodeProcess, fleet
-from tests.pool_invariants import FencedCounters, Member, Recorder, broken, overlaps, owners
 from tests.support import Document, fail_point, wait_until
+from tests.support.pool_fleet import NodeProcess, fleet
+from tests.support.pool_invariants import FencedCounters, Member, Recorder, broken, overlaps, owners
 
 Grow = Callable[..., NodeProcess]
 TTL_S = 2.0

@@ -19,9 +19,9 @@ from pymongo.database import Database
 
 from mscheduler_sync import Consumer, Producer, StopReport, TaskContext
 from mscheduler_sync.embedded import EmbeddedServer, EmbeddedServerError, find_server_command
-from tests.fault.scripts import Child, Children, children
-from tests.invariants import Invariants, Witness, status_of
 from tests.support import Document, wait_until
+from tests.support.invariants import Invariants, Witness, status_of
+from tests.support.scripts import Child, Children, children
 
 Tasks = Collection[Document]
 

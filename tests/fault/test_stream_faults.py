@@ -17,11 +17,11 @@ from pymongo.database import Database
 
 from mscheduler_sync import Producer
 from mscheduler_sync._storage.statements import INDEXES
-from tests.fault.proxy import proxy_to
-from tests.fault.scene import CLOSED, Fault, LogRecords, Scene, scene_on, stopped_in_time
-from tests.fault.servers import own_server
-from tests.invariants import Witness, status_of
 from tests.support import Document, fail_point, wait_until
+from tests.support.invariants import Witness, status_of
+from tests.support.proxy import proxy_to
+from tests.support.scene import CLOSED, Fault, LogRecords, Scene, scene_on, stopped_in_time
+from tests.support.servers import own_server
 
 #: Minutes of waiting for leases and servers: run with the stress tests.
 

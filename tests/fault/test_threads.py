@@ -29,10 +29,10 @@ from mscheduler_sync import (
     TaskExecuteResult,
     TaskNotFound,
 )
-from tests.fault.scene import LogRecords
-from tests.fault.scripts import Children, children
-from tests.invariants import Invariants, Witness, status_of, wait_status
 from tests.support import Document, wait_until
+from tests.support.invariants import Invariants, Witness, status_of, wait_status
+from tests.support.scene import LogRecords
+from tests.support.scripts import Children, children
 
 #: Minutes of waiting for leases and servers: run with the stress tests.
 

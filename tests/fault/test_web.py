@@ -23,9 +23,9 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mscheduler_sync import Consumer, Producer, TaskContext, TaskNotFound, current_task
-from tests.fault.scripts import Child, Children, children
-from tests.invariants import Invariants, Witness, status_of
 from tests.support import Document, wait_until
+from tests.support.invariants import Invariants, Witness, status_of
+from tests.support.scripts import Child, Children, children
 
 Tasks = Collection[Document]
 

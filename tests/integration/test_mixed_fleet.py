@@ -1,8 +1,8 @@
 """
 Rust workers of the crate mscheduler beside ours on one collection.
 
-The Rust side is played by its own statements (tests/crate_statements.py): in their portable form
-everywhere, in their exact form where the server is a MongoDB.
+The Rust side is played by its own statements (tests/support/crate_statements.py): in their
+portable form everywhere, in their exact form where the server is a MongoDB.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from mscheduler_sync import (
     TaskFailed,
     TaskOccupyResult,
 )
-from tests.crate_statements import (
+from tests.support import wait_until
+from tests.support.crate_statements import (
     EXACT,
     FIRST_LEASE,
     PORTABLE,
@@ -37,7 +38,6 @@ from tests.crate_statements import (
     Write,
     decode_faults,
 )
-from tests.support import wait_until
 
 Tasks = Collection[Document]
 

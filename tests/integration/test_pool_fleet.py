@@ -29,8 +29,8 @@ from mscheduler_sync.pool import (
     Worker,
 )
 from mscheduler_sync.pool.ring import Place, Ring, hash_of
-from tests.pool_invariants import Member, Recorder, broken, owners
 from tests.support import Document, wait_until
+from tests.support.pool_invariants import Member, Recorder, broken, owners
 
 Make = Callable[..., Node]
 

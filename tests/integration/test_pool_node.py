@@ -30,8 +30,8 @@ from mscheduler_sync.pool import (
     NotifyFailed,
     PoolFull,
 )
-from tests.pool_invariants import Recorder, broken
 from tests.support import Document, wait_until
+from tests.support.pool_invariants import Recorder, broken
 
 Make = Callable[..., Node]
 

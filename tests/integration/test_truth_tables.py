@@ -42,8 +42,8 @@ from mscheduler_sync._storage.sending import SendOptions
 from mscheduler_sync._storage.statements import Update
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import InvalidTask
-from tests import oracle
-from tests.oracle import FUTURE, PAST, UTC, Claim, Document
+from tests.support import oracle
+from tests.support.oracle import FUTURE, PAST, UTC, Claim, Document
 
 ME: Final = "me"
 WORKERS: Final = [ME, ME, "w1", "w2", "w3"]

@@ -17,8 +17,8 @@ from pymongo.database import Database
 
 from mscheduler_sync import Producer
 from mscheduler_sync._storage.sending import SendOptions
-from tests.fault.scripts import Child, Children, children
 from tests.support import Document, wait_until
+from tests.support.scripts import Child, Children, children
 
 Tasks = Collection[Document]
 

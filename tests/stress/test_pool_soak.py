@@ -21,9 +21,9 @@ from pymongo.database import Database
 
 from mscheduler_sync import StoreError
 from mscheduler_sync.pool import DispatchTimeout, JobExists, JobNotFound, Node
-from tests.pool_fleet import APP_NAME, NodeProcess, fleet
-from tests.pool_invariants import FencedCounters, broken, started_twice
 from tests.support import Document, wait_until
+from tests.support.pool_fleet import APP_NAME, NodeProcess, fleet
+from tests.support.pool_invariants import FencedCounters, broken, started_twice
 
 MINUTES = float(os.environ.get("MSCHEDULER_SOAK_MINUTES", "0.5"))
 SEED = int(os.environ.get("MSCHEDULER_SOAK_SEED", str(random.randrange(10_000))))

@@ -14,8 +14,8 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mscheduler_sync import Consumer, Producer, StopReport, TaskContext
-from tests.invariants import Invariants, Witness
 from tests.support import Document, wait_until
+from tests.support.invariants import Invariants, Witness
 
 Tasks = Collection[Document]
 

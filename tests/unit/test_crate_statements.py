@@ -14,7 +14,7 @@ import attrs
 import pytest
 from bson import Int64
 
-from tests.crate_statements import (
+from tests.support.crate_statements import (
     EXACT,
     PORTABLE,
     Document,

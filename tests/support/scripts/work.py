@@ -17,7 +17,7 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mscheduler_sync import Consumer, StopReport, TaskContext
-from tests.invariants import Witness
+from tests.support.invariants import Witness
 
 Document = dict[str, Any]
 

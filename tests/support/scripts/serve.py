@@ -10,7 +10,7 @@ import sys
 from types import FrameType
 
 from mscheduler_sync import Consumer
-from tests.fault.scripts.work import OPTIONS, Work, client, handler_names, say, say_report, speak
+from tests.support.scripts.work import OPTIONS, Work, client, handler_names, say, say_report, speak
 
 
 def mine(number: int, _frame: FrameType | None) -> None:

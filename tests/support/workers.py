@@ -1,7 +1,7 @@
 """
 A worker as a process of its own, so that a test can kill it, freeze it, or give it a wrong clock.
 
-Run as ``python -m tests.fault.workers SETTINGS``, with the settings as JSON. It consumes the
+Run as ``python -m tests.support.workers SETTINGS``, with the settings as JSON. It consumes the
 collection ``tasks``, lets its functions write to the collection ``witness``, prints what happens as
 one JSON object a line, and obeys the lines ``open KEY``, ``send KEY OPTIONS`` (as JSON) and
 ``stop SECONDS`` on its standard input.
@@ -28,8 +28,8 @@ import attrs
 from pymongo import MongoClient
 
 from mscheduler_sync import Consumer, Event, Producer, RetryLater, Snooze, TaskContext
-from tests.invariants import Witness
 from tests.support import Document, wait_until
+from tests.support.invariants import Witness
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ class WorkerProcess:
 
     def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fault.workers", json.dumps(settings)],
+            [sys.executable, "-m", "tests.support.workers", json.dumps(settings)],
             cwd=ROOT,
             env={**os.environ, **environment},
             stdin=subprocess.PIPE,

@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 from mscheduler_sync import AttemptLost, Consumer, TaskContext, TaskExecuteResult
-from tests.fault.scripts.work import client, say, say_report, speak
-from tests.invariants import Witness
+from tests.support.invariants import Witness
+from tests.support.scripts.work import client, say, say_report, speak
 
 
 def main() -> None:

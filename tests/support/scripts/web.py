@@ -19,8 +19,8 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from mscheduler_sync import Consumer, Producer, TaskContext, TaskNotFound
-from tests.fault.scripts.work import OPTIONS, client, say, speak
-from tests.invariants import Witness
+from tests.support.invariants import Witness
+from tests.support.scripts.work import OPTIONS, client, say, speak
 
 database = client()[sys.argv[2]]
 producer = Producer(database.tasks)

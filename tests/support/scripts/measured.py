@@ -26,7 +26,7 @@ from pymongo.monitoring import (
 )
 
 from mscheduler_sync import Consumer
-from tests.fault.scripts.work import OPTIONS, URI, Document, say, say_report, wait_gate
+from tests.support.scripts.work import OPTIONS, URI, Document, say, say_report, wait_gate
 
 
 class Connections(ConnectionPoolListener):

@@ -19,7 +19,8 @@ from typing import Any
 from pymongo.collection import Collection
 
 from mscheduler_sync import Consumer, Producer, StopReport, TaskContext
-from tests.fault.scripts.work import (
+from tests.support.invariants import Witness
+from tests.support.scripts.work import (
     OPTIONS,
     Document,
     client,
@@ -27,7 +28,6 @@ from tests.fault.scripts.work import (
     speak,
     wait_gate,
 )
-from tests.invariants import Witness
 
 #: A call in a child that takes longer counts as one that never returns.
 _HANG_S = 10.0

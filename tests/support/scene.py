@@ -27,9 +27,9 @@ from pymongo.monitoring import (
 )
 
 from mscheduler_sync import Consumer, Producer, StopReport, TaskContext
-from tests.fault.workers import play_step
-from tests.invariants import Invariants, Witness, wait_status
 from tests.support import Document, wait_until
+from tests.support.invariants import Invariants, Witness, wait_status
+from tests.support.workers import play_step
 
 #: Parts of a consumer by their thread; whoever is no thread of the library is a caller.
 CALLER = "caller"

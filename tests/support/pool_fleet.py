@@ -1,7 +1,7 @@
 """
 A fleet of node processes for tests: the program of one, and its control from the test.
 
-    python -m tests.pool_fleet URI DATABASE POOL NAME OPTIONS
+    python -m tests.support.pool_fleet URI DATABASE POOL NAME OPTIONS
 
 Each process has one node with one worker, or with a planner if it has the option plan_interval.
 A job's start begins a run: while it lasts, a thread of the process raises the fenced counter of
@@ -29,10 +29,10 @@ from pymongo.errors import PyMongoError
 
 from mscheduler_sync import StoreError
 from mscheduler_sync.pool import Job, JobPlan, Node
-from tests.pool_invariants import FencedCounters, monotonic_s
 from tests.support import Document, wait_until
+from tests.support.pool_invariants import FencedCounters, monotonic_s
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 #: Of the processes' clients, for fail points.
 APP_NAME = "pool_fleet"
 
@@ -164,7 +164,7 @@ class NodeProcess:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tests.pool_fleet"),
+                *(sys.executable, "-m", "tests.support.pool_fleet"),
                 *(uri, database, pool, name, json.dumps(options)),
             ],
             cwd=ROOT,

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from mscheduler_sync import Consumer, TaskContext
-from tests.fault.scripts.work import client, say, speak
+from tests.support.scripts.work import client, say, speak
 
 
 def wait_for_ever(begun: Any) -> None:

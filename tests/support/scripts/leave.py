@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from mscheduler_sync import Consumer
-from tests.fault.scripts.work import (
+from tests.support.scripts.work import (
     OPTIONS,
     Work,
     client,
