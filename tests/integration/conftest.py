@@ -11,7 +11,9 @@ import pytest
 from pymongo import MongoClient
 
 from mscheduler_sync import Producer
-from tests.support import Document
+from mscheduler_sync._storage.store import TaskStore
+from tests.support import Document, odd_documents, tables
+from tests.support.tables import Case, Table
 from tests.support.tasks import Tasks
 
 
@@ -41,3 +43,23 @@ def go() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
+
+
+@pytest.fixture(scope="session")
+def generated() -> list[tuple[Document, int]]:
+    return tables.generated()
+
+
+@pytest.fixture
+def cases(generated: list[tuple[Document, int]]) -> list[Case]:
+    return tables.fresh(generated)
+
+
+@pytest.fixture
+def table(collection: Tasks, cases: list[Case]) -> Table:
+    return Table(collection, cases, TaskStore(collection))
+
+
+@pytest.fixture(scope="session")
+def generated_odd() -> list[Document]:
+    return odd_documents.generated()

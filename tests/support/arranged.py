@@ -11,21 +11,11 @@ from tests.support import Document
 from tests.support.tasks import Tasks
 
 NEVER = dt.datetime(9999, 12, 31, tzinfo=dt.timezone.utc)
-
-
 HOUR = dt.timedelta(hours=1)
-
-
 STATES = ("waiting", "running", "succeeded", "failed", "cancelled")
-
-
 ENDED = ("succeeded", "failed", "cancelled")
-
-
 #: What the tasks of these tests were sent with.
 OLD: Document = {"priority": 1, "max_attempts": 1, "retry_delay": 0, "lease": 30, "heartbeat": 10}
-
-
 OLD_OPTION: Document = {
     "priority": 1,
     "concurrent_worker_cnt": 1,
@@ -35,8 +25,6 @@ OLD_OPTION: Document = {
     "max_unexpected_retries": 1,
     "unexpected_retry_delay_ms": 0,
 }
-
-
 DEFAULT_OPTION: Document = {
     "priority": 0,
     "concurrent_worker_cnt": 1,
