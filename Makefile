@@ -1,7 +1,8 @@
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
-PYTHON ?= python3
+# Empty: a fitting one is looked for, tools/find_python.sh.
+PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
 TYPED := $(wildcard mscheduler_sync tests examples benchmarks)
@@ -10,26 +11,36 @@ TYPED := $(wildcard mscheduler_sync tests examples benchmarks)
 define DESCRIBE
 import hashlib, os, sys
 version = "%d.%d.%d" % sys.version_info[:3]
-if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-    sys.exit("Python 3.10 to 3.13 is needed, $(PYTHON) is %s. Choose one: make PYTHON=python3.12 ..." % version)
+if sys.version_info < (3, 10):
+    sys.exit("Python 3.10 or newer is needed, %s is %s. Choose one: make PYTHON=python3.12 ..." % (sys.executable, version))
 print(version, os.getcwd(), hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())
+endef
+
+define NEWER
+This Python is newer than those that the embedded server is built for (3.10 to 3.13): installing without it.
+Linting, types and the tests without a server work. Tests that need a server are skipped, the demonstrations
+do not run: set MSCHEDULER_URI to a server of yours, or choose another Python, make PYTHON=python3.13 ...
 endef
 
 .PHONY: help
 help: ## Show the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "  PYTHON=python3.12 chooses the interpreter (3.10 to 3.13, default python3)"
+	@echo "  PYTHON=python3.12 chooses the interpreter (3.10 to 3.13; else one is found)"
 
 .PHONY: install
 install: export DESCRIBE := $(DESCRIBE)
+install: export NEWER := $(NEWER)
 install: ## Make .venv with the library and the tools, unless it is up to date
 	@set -e; \
-	wanted="$$($(PYTHON) -c "$$DESCRIBE")"; \
+	python="$(PYTHON)"; \
+	[ -n "$$python" ] || python="$$(sh tools/find_python.sh)"; \
+	wanted="$$("$$python" -c "$$DESCRIBE")"; \
 	if [ "$$(cat $(VENV)/.installed 2>/dev/null)" != "$$wanted" ]; then \
 		echo "installing into $(VENV) (a minute or two): Python $${wanted%% *}"; \
+		case "$$wanted" in 3.1[0-3].*) ;; *) echo "$$NEWER" >&2 ;; esac; \
 		case "$$(cat $(VENV)/.installed 2>/dev/null)" in "$${wanted% *} "*) ;; *) rm -rf $(VENV) ;; esac; \
 		rm -f $(VENV)/.installed; \
-		$(PYTHON) -m venv $(VENV); \
+		"$$python" -m venv $(VENV); \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,dev]'; \
 		echo "$$wanted" > $(VENV)/.installed; \
 	fi
