@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mscheduler_sync"
 #: Everything but the dedicated pool, which has pages of its own.
 SCHEDULER = [p for p in PACKAGE.rglob("*.py") if PACKAGE / "pool" not in p.parents]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 PRINTED = re.compile(r"^\s*print\(.*\)\s+# (.+)$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -118,7 +118,9 @@ def redirected(
 
 @pytest.mark.usefixtures("redirected")
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.name
+    "page",
+    [page for page in PAGES if blocks_of(page)],
+    ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_examples_run_and_print_what_they_say(page: Path) -> None:
     """
@@ -179,7 +181,9 @@ def test_the_first_example_sends_one_invoice_from_two_processes(
         client.drop_database(f"{prefix}shop")
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_links_lead_somewhere(page: Path) -> None:
     """
     Every relative link names a file that exists, and a heading that it has.
@@ -201,7 +205,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
     """
     A file in code quotes exists, in the repository or in the package; a test named in it, too.
