@@ -23,8 +23,8 @@ class Entry:
     #: When it becomes due, on the monotonic clock.
     due_s: float
     priority: int
-    #: Whoever pushed it has seen a plain task: for one worker, and not tried yet.
-    plain: bool = False
+    #: What whoever pushed it wants to be told again; of no meaning here.
+    hint: object = None
     #: For so long after it is due it is left to others, in seconds.
     defer_s: float = 0.0
     #: False once it was taken, moved or dropped.
@@ -81,25 +81,26 @@ class DelayQueue:
         due_s: float,
         priority: int = 0,
         *,
-        plain: bool = False,
+        hint: object = None,
         defer_s: float = 0.0,
     ) -> bool:
         """
         Add *key*, or move it; return whether it is in the queue now.
 
-        It comes out *defer_s* seconds after it is due; for `is_idle` it is due before.
+        It comes out with the *hint* of the last push, *defer_s* seconds after it is due; for
+        `is_idle` it is due before.
         """
         with self._changed:
             old = self._entries.get(key)
             if old is not None:
                 if old.due_s == due_s and old.priority == priority:
-                    old.plain = plain
+                    old.hint = hint
                     return True
                 self._remove(old)
             elif len(self._entries) >= self._limit and not self._make_room(due_s):
                 self._dropped_from_s = min(self._dropped_from_s, due_s)
                 return False
-            entry = Entry(key, due_s, priority, plain, defer_s)
+            entry = Entry(key, due_s, priority, hint, defer_s)
             self._entries[key] = entry
             heapq.heappush(self._later, (due_s + defer_s, next(self._sequence), entry))
             if self._later[0][2] is entry:

@@ -95,7 +95,7 @@ class HeldAttempt:
         running_id: str,
         worker_id: str,
         number: int,
-        is_only: bool,
+        hint: object,
         options: TaskOptions,
         document: RawBSONDocument,
         claimed_at_s: float,
@@ -108,8 +108,8 @@ class HeldAttempt:
         self.name: Final = name
         self.running_id: Final = running_id
         self.number: Final = number
-        #: The task was for one worker, and had no other attempt, when this one was claimed.
-        self.is_only: Final = is_only
+        #: The claim's, for the store.
+        self.hint: Final = hint
         self.options = options
         self.document: RawBSONDocument | None = document
         self.codec_options: Final = codec_options

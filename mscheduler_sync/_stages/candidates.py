@@ -20,6 +20,7 @@ from mscheduler_sync._runtime.log import LogThrottle, logger
 from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage import statements
+from mscheduler_sync._storage.claims import hint_of
 from mscheduler_sync.events import EventHub, TaskSetAside, WaitOccupy
 
 _log = logger("claim")
@@ -65,19 +66,6 @@ class Routes:
         if isinstance(routes, str):
             return routes in self._mine
         return isinstance(routes, Sequence) and any(route in self._mine for route in routes)
-
-
-def is_plain(fields: Mapping[str, Any]) -> bool:
-    """
-    Return whether a discovered document is a task for one worker that nobody has tried yet.
-    """
-    state, option = fields.get("task_state"), fields.get("task_option")
-    return (
-        isinstance(state, Mapping)
-        and isinstance(option, Mapping)
-        and state.get("worker_states") == []
-        and option.get("concurrent_worker_cnt") == 1
-    )
 
 
 class Candidates:
@@ -133,7 +121,7 @@ class Candidates:
         is_number = isinstance(priority, (int, float)) and math.isfinite(priority)
         level = int(priority) if is_number and priority else 0
         defer_s = 0.0 if by_pass else self._defer_s(due_s)
-        queued = self._queue.push(key, due_s, level, plain=is_plain(fields), defer_s=defer_s)
+        queued = self._queue.push(key, due_s, level, hint=hint_of(fields), defer_s=defer_s)
         if queued and self._hub.has_listeners:
             self._hub.publish(WaitOccupy(key=key, next_occupy_time=self._clock().at(due_s)))
         return queued

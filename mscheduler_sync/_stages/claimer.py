@@ -6,12 +6,8 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-import uuid
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, TypeVar
-
-import attrs
-from bson.raw_bson import RawBSONDocument
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from mscheduler_sync import model
 from mscheduler_sync._runtime.crash_points import reach
@@ -20,19 +16,17 @@ from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._runtime.slots import Slots
 from mscheduler_sync._stages.attempt import HeldAttempt, Released
-from mscheduler_sync._stages.candidates import Candidates, Routes, is_plain
+from mscheduler_sync._stages.candidates import Candidates, Routes
 from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.outcome import OutcomeWriter
 from mscheduler_sync._storage import statements
+from mscheduler_sync._storage.claims import ClaimBatch, Won, hint_of
 from mscheduler_sync._storage.codec import envelope
-from mscheduler_sync._storage.statements import Ref, Update
-from mscheduler_sync._storage.store import BatchResult, TaskStore
-from mscheduler_sync.errors import InvalidTask, StoreError, StoreRejected
+from mscheduler_sync._storage.store import TaskStore
+from mscheduler_sync.errors import InvalidTask, StoreError
 from mscheduler_sync.events import EventHub, TaskOccupyResult, WaitOccupyQueueEmpty
-from mscheduler_sync.model import Attempt
 
 _log = logger("claim")
-_T = TypeVar("_T")
 
 #: The most claims in one bulk: its cost at the server grows with the list of keys.
 BATCH: Final = 100
@@ -40,34 +34,6 @@ BATCH: Final = 100
 GATHER_S: Final = 0.004
 _IDLE_WAIT_S: Final = 60.0
 _CANNOT_START_PAUSE_S: Final = 1.0
-#: Longer ago than any heartbeat interval, an outage need not be spoken of, in seconds.
-_OUTAGE_MEMORY_S: Final = 3600.0
-#: A claim that the server refuses so often is given up for now.
-_TRIES_IF_REFUSED: Final = 3
-
-
-@attrs.frozen
-class _Found:
-    """
-    A document that was read back: as it came, and decoded.
-    """
-
-    document: RawBSONDocument
-    fields: dict[str, Any]
-    attempts: tuple[Attempt, ...]
-
-
-@attrs.define
-class _Results:
-    """
-    What became of one batch of claims. Keys that are in none of these were lost to others.
-    """
-
-    won: dict[str, _Found] = attrs.field(factory=dict)
-    #: Refused by the server, or not to be read.
-    unusable: set[str] = attrs.field(factory=set)
-    #: How a lone task that was not won looks now.
-    seen: dict[str, Any] | None = None
 
 
 class Claimer(Service):
@@ -142,7 +108,7 @@ class Claimer(Service):
             # The number of slots may have been lowered while we waited for keys.
             free = min(free, self._slots.free)
             for entry in entries[free:]:
-                self._queue.push(entry.key, entry.due_s, entry.priority, plain=entry.plain)
+                self._queue.push(entry.key, entry.due_s, entry.priority, hint=entry.hint)
             if entries and free and not self.stopping:
                 self._claim(entries[:free])
             done = True
@@ -175,147 +141,78 @@ class Claimer(Service):
             fields = envelope(document)
             due = fields.get("due")
             if due is None or due <= now:
-                still_due[fields.get("key")] = is_plain(fields)
+                still_due[fields.get("key")] = hint_of(fields)
         gone = len(entries) - len(still_due)
         self._contention.looked(len(entries), gone=gone)
         entries = [entry for entry in entries if entry.key in still_due]
         for entry in entries:
-            entry.plain = entry.plain and still_due[entry.key]
+            entry.hint = still_due[entry.key]
         return entries
 
     # -- one batch ---------------------------------------------------------------------------
 
     def _claim(self, entries: Sequence[Entry]) -> None:
-        batch = uuid.uuid4().hex
-        refs = [(entry.key, f"{batch}-{number}") for number, entry in enumerate(entries)]
-        plain = all(entry.plain for entry in entries)
-        results = _Results()
-        self._slots.take(len(refs))
-        unused = len(refs)
+        claims = ClaimBatch(
+            self._store,
+            {entry.key: entry.hint for entry in entries},
+            self._routes.worker_id,
+            self._routes.names,
+        )
+        unused = len(entries)
+        self._slots.take(unused)
         try:
-            sent_at_s = time.monotonic()
-            try:
-                results.unusable |= self._send(refs, plain=plain)
-                reach("after_claim")
-                self._read_back(refs, results)
-                self._contention.claim_took(time.monotonic() - sent_at_s)
-            except StoreError:
-                # Stopping before the outcome is known: give back what may have been won.
-                for key, running_id in refs:
-                    self._give_back(key, running_id, Released("shutdown"))
-                raise
-            for key, running_id in refs:
-                found = results.won.get(key)
-                if found is not None and self._begin(key, running_id, found, sent_at_s):
-                    unused -= 1
+            while not claims.is_over:
+                for won in self._proceed(claims):
+                    unused -= self._begin(won, claims.sent_at_s)
         finally:
             self._slots.give_back(unused)
-        self._learn_of_losses([key for key, _ in refs], results, plain=plain)
+        self._contention.claim_took(claims.took_s)
+        for key, problem in claims.refused.items():
+            self._candidates.set_aside(key, problem)
+        for (key, running_id), error in claims.unreadable:
+            self._give_back(key, running_id, Released("late"))
+            self._candidates.set_aside(key, f"{error.path} {error.problem}")
+        if claims.lost:
+            self._learn_of_losses(claims.lost, of=len(entries))
+        else:
+            self._contention.won([entry.key for entry in entries])
 
-    def _send(self, refs: Sequence[Ref], *, plain: bool) -> set[str]:
+    def _proceed(self, claims: ClaimBatch) -> list[Won]:
         """
-        Run the claims until the server has answered; return the keys that it refused.
-        """
-
-        def make(some: Sequence[Ref]) -> Update:
-            if plain:
-                return statements.claim_plain(
-                    some,
-                    self._routes.worker_id,
-                    names=self._routes.names,
-                    sent_at=self._store.clock.now(),
-                )
-            # Made anew for each try: the time since an outage is part of it.
-            since_outage_s = self._store.since_outage_s()
-            is_recent = since_outage_s < _OUTAGE_MEMORY_S
-            return statements.claim(
-                some,
-                self._routes.worker_id,
-                names=self._routes.names,
-                elapsed_since_outage_ms=round(since_outage_s * 1000) if is_recent else None,
-                sent_at=self._store.clock.now(),
-            )
-
-        tries = 0
-
-        def send() -> BatchResult:
-            nonlocal tries
-            tries += 1
-            try:
-                return self._store.update_batch(make, refs)
-            except StoreRejected as error:
-                if tries < _TRIES_IF_REFUSED:
-                    raise
-                # Whatever it is, it must not stand before all other tasks for ever.
-                return BatchResult(0, dict.fromkeys(range(len(refs)), str(error)))
-
-        result = self._until_answered(refs, send)
-        for position, problem in result.errors.items():
-            self._candidates.set_aside(refs[position][0], problem)
-        return {refs[position][0] for position in result.errors}
-
-    def _read_back(self, refs: Sequence[Ref], results: _Results) -> None:
-        """
-        Read what was won into *results*.
-        """
-        query = statements.claimed(refs)
-        running_ids = dict(refs)
-        for document in self._until_answered(refs, lambda: self._store.find(query)):
-            try:
-                fields = model.decode_fields(document)
-                attempts = model.read_attempts(fields)
-            except InvalidTask as error:
-                key = str(document["key"])
-                if key in running_ids:
-                    self._give_back(key, running_ids[key], Released("late"))
-                self._candidates.set_aside(key, f"{error.path} {error.problem}")
-                results.unusable.add(key)
-                continue
-            key = str(fields["key"])
-            running_id = running_ids.get(key)
-            if any(a.running_id == running_id for a in attempts if a.running_id is not None):
-                results.won[key] = _Found(document, fields, attempts)
-            else:
-                results.seen = fields
-
-    def _until_answered(self, refs: Sequence[Ref], call: Callable[[], _T]) -> _T:
-        """
-        Repeat *call* through any trouble of the database; a claim may be repeated at will.
+        Take the next step of *claims* through any trouble of the database.
 
         Raises:
             StoreError: If the stop was asked for before an answer came.
         """
         while True:
             try:
-                answer = call()
+                won = claims.proceed()
             except StoreError as error:
                 if self.health.failures_in_a_row == 0:
-                    for key, _ in refs:
+                    for key, _ in claims.undecided:
                         self._hub.publish(TaskOccupyResult(key=key, success=False))
                 self._after_store_error(error)
                 if self.stopping:
+                    # Give back what may have been won.
+                    for key, running_id in claims.undecided:
+                        self._give_back(key, running_id, Released("shutdown"))
                     raise
             else:
                 self.health.note_success()
-                return answer
+                return won
 
-    def _begin(self, key: str, running_id: str, found: _Found, sent_at_s: float) -> bool:
+    def _begin(self, won: Won, sent_at_s: float) -> bool:
         """
         Start the attempt if it is open; return whether a slot went with it.
         """
-        fields, attempts = found.fields, found.attempts
-        try:
-            options = model.read_options(fields)
-        except InvalidTask as error:
-            self._give_back(key, running_id, Released("late"))
-            self._candidates.set_aside(key, f"{error.path} {error.problem}")
-            return False
+        key, running_id = won.key, won.running_id
+        attempts, options = won.attempts, won.options
         mine = next((a for a in attempts if a.running_id == running_id), None)
         if any(a.worker_id != self._routes.worker_id for a in attempts):
             self._candidates.note_other_worker()
         if mine is None or not mine.is_open:
             return False
-        name = fields.get("name")
+        name = won.fields.get("name")
         deadline = None
         if options.timeout is not None and self._store.clock.offset_s is not None:
             deadline = self._store.clock.at(time.monotonic() + options.timeout)
@@ -325,9 +222,9 @@ class Claimer(Service):
             running_id=running_id,
             worker_id=self._routes.worker_id,
             number=1 + sum(1 for a in attempts if a.failed_at is not None),
-            is_only=len(attempts) == 1 and options.concurrency == 1,
+            hint=won.hint,
             options=options,
-            document=found.document,
+            document=won.document,
             claimed_at_s=sent_at_s,
             margin_s=self._margin_s,
             value_limit_bytes=self._value_limit_bytes,
@@ -374,50 +271,21 @@ class Claimer(Service):
                 },
             )
 
-    def _learn_of_losses(self, keys: Sequence[str], results: _Results, *, plain: bool) -> None:
-        lost = [key for key in keys if key not in results.won and key not in results.unusable]
-        if lost:
-            if len(keys) > 1:
-                found = self._store.find(statements.discovered_by_key(lost))
-                mistaken = self._offer_again(map(envelope, found), plain=plain)
-            else:
-                seen = [] if results.seen is None else [results.seen]
-                mistaken = self._offer_again(seen, plain=plain)
-            lost = [key for key in lost if key not in mistaken]
-            if not lost:
-                return
-        else:
-            self._contention.won(keys)
-            return
+    def _learn_of_losses(self, lost: Mapping[str, Mapping[str, Any] | None], *, of: int) -> None:
+        now = self._store.clock.now()
+        until = self._store.clock.at(time.monotonic() + self._candidates.horizon_s())
+        for fields in lost.values():
+            due = None if fields is None else fields.get("due")
+            if fields is not None and isinstance(due, dt.datetime) and now < due <= until:
+                self._candidates.offer(fields)
         _log.debug(
             "claims were lost",
             extra={"event": "claims_lost", "worker_id": self._routes.worker_id, "count": len(lost)},
         )
         self._candidates.note_other_worker()
-        lost_before = self._contention.lost(lost, of=len(keys))
+        lost_before = self._contention.lost(list(lost), of=of)
         if lost_before:
             self._inspect(lost_before[:BATCH])
-
-    def _offer_again(self, lost: Iterable[dict[str, Any]], *, plain: bool) -> set[str]:
-        """
-        Of *lost* tasks: queue those again that are to come up within the horizon.
-
-        Those that were taken for plain ones and are due all the same are none, and not lost:
-        they are queued for the long claim. Returns their keys.
-        """
-        now = self._store.clock.now()
-        until = self._store.clock.at(time.monotonic() + self._candidates.horizon_s())
-        mistaken = set()
-        for fields in lost:
-            due = fields.get("due")
-            if not isinstance(due, dt.datetime):
-                continue
-            if now < due <= until:
-                self._candidates.offer(fields)
-            elif due <= now and plain:
-                self._candidates.offer({**fields, "task_state": None})
-                mistaken.add(str(fields.get("key")))
-        return mistaken
 
     def _inspect(self, keys: Sequence[str]) -> None:
         """

@@ -29,11 +29,11 @@ from mscheduler_sync._stages.pending import (
     Verdict,
     groups_of,
     retry_delay_s,
-    statement_of,
+    store_outcomes,
     verdict_on,
 )
 from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.store import BatchResult, TaskStore
+from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import InvalidTask, StoreRejected, StoreUnavailable
 from mscheduler_sync.events import (
     AttemptLost,
@@ -100,7 +100,6 @@ class OutcomeWriter(Service):
             attempt,
             retry_delay_s=retry_delay_s(attempt.options, attempt.number, outcome),
             progress=attempt.take_progress(),
-            plain=attempt.is_only and isinstance(outcome, Succeeded),
         )
         self._add(pending)
 
@@ -211,7 +210,7 @@ class OutcomeWriter(Service):
         refusal: StoreRejected | None = None
         for group in groups_of(batch):
             try:
-                result = self._send(group)
+                result = store_outcomes(self._store, group)
             except StoreRejected as error:
                 # Perhaps a right is missing for a while: tried again, and the others need not
                 # wait. If it is this one outcome, the next one of its kind shows that.
@@ -232,21 +231,6 @@ class OutcomeWriter(Service):
                 pending.done = True
         if refusal is not None:
             raise refusal
-
-    def _send(self, group: Sequence[Pending]) -> BatchResult:
-        result = self._store.update_batch(statement_of, group)
-        if not group[0].plain or result.matched == len(group):
-            return result
-        # Perhaps the others are no plain tasks any more. Those that are done match no more.
-        rest = [p for position, p in enumerate(group) if position not in result.errors]
-        for pending in rest:
-            pending.plain = False
-        if not rest:
-            return result
-        again = self._store.update_batch(statement_of, rest)
-        positions = {id(pending): position for position, pending in enumerate(group)}
-        errors = {positions[id(rest[at])]: problem for at, problem in again.errors.items()}
-        return BatchResult(result.matched + again.matched, {**result.errors, **errors})
 
     def _read_verdicts(
         self, batch: Sequence[Pending], errors: Mapping[int, str]

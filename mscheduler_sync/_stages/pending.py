@@ -22,6 +22,7 @@ from mscheduler_sync._stages.attempt import (
 )
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import Update
+from mscheduler_sync._storage.store import BatchResult, Success, TaskStore
 from mscheduler_sync.limits import LONGEST_S
 from mscheduler_sync.model import Attempt, TaskOptions
 
@@ -44,8 +45,6 @@ class Pending:
     attempt: HeldAttempt | None
     retry_delay_s: float = 0.0
     progress: object = None
-    #: The short statement may do for it.
-    plain: bool = False
     #: An earlier try may have been applied.
     uncertain: bool = False
     #: Nothing is left to do for it.
@@ -76,10 +75,10 @@ def groups_of(batch: Sequence[Pending]) -> list[list[Pending]]:
     Split *batch* into what one statement can say: one kind, bounded in size, progress alone.
     """
     groups: list[list[Pending]] = []
-    open_groups: dict[tuple[type[Outcome], bool], list[Pending]] = {}
-    sizes: dict[tuple[type[Outcome], bool], int] = {}
+    open_groups: dict[type[Outcome], list[Pending]] = {}
+    sizes: dict[type[Outcome], int] = {}
     for pending in batch:
-        kind = (type(pending.outcome), pending.plain)
+        kind = type(pending.outcome)
         size = pending.outcome.size_bytes if isinstance(pending.outcome, Succeeded) else 0
         if pending.progress is not None or size > MAX_BATCH_BYTES:
             groups.append([pending])
@@ -93,17 +92,24 @@ def groups_of(batch: Sequence[Pending]) -> list[list[Pending]]:
     return groups
 
 
-def statement_of(group: Sequence[Pending]) -> Update:
+def store_outcomes(store: TaskStore, group: Sequence[Pending]) -> BatchResult:
     """
-    Say the outcomes of *group*, all of one kind.
+    Store the outcomes of *group*, all of one kind.
     """
+    successes = [
+        Success((p.key, p.running_id), p.outcome.value, p.attempt and p.attempt.hint)
+        for p in group
+        if isinstance(p.outcome, Succeeded)
+    ]
+    if successes:
+        return store.succeed(successes, progress=group[0].progress)
+    return store.update_batch(_statement_of, group)
+
+
+def _statement_of(group: Sequence[Pending]) -> Update:
     refs = [(pending.key, pending.running_id) for pending in group]
     progress = group[0].progress
     first = group[0].outcome
-    if isinstance(first, Succeeded):
-        values = [p.outcome.value for p in group if isinstance(p.outcome, Succeeded)]
-        say = statements.succeed_plain if group[0].plain else statements.succeed
-        return say(refs, values, progress=progress)
     if isinstance(first, Failed):
         failures = [
             statements.Failure(p.outcome.reason, round(p.retry_delay_s * 1000), p.outcome.for_good)

@@ -21,7 +21,7 @@ from pymongo.errors import BulkWriteError, DocumentTooLarge, DuplicateKeyError, 
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.calls import CALL_TIMEOUT_S, ServerCalls, trusted
-from mscheduler_sync._storage.statements import Find, Update
+from mscheduler_sync._storage.statements import Find, Ref, Update
 from mscheduler_sync.errors import StoreRejected, StoreUnavailable
 
 _log = logger("store")
@@ -41,6 +41,21 @@ class BatchResult:
     matched: int
     #: Position of the item -> the server's complaint about it alone.
     errors: Mapping[int, str]
+
+
+#: The hint that a task is plain: for one worker, and at its first try. See `claims`.
+PLAIN: Final = "plain"
+
+
+@attrs.frozen
+class Success:
+    """
+    An attempt that succeeded, what its function returned, and the hint of its claim.
+    """
+
+    ref: Ref
+    value: object
+    hint: object
 
 
 class TaskStore(ServerCalls):
@@ -253,6 +268,30 @@ class TaskStore(ServerCalls):
         if refusal is not None and len(errors) == len(items):
             raise refusal
         return BatchResult(matched, errors)
+
+    def succeed(self, successes: Sequence[Success], *, progress: object = None) -> BatchResult:
+        """
+        End attempts as succeeded; *progress* is that of a lone one. See `update_batch`.
+        """
+
+        def run(statement: Callable[..., Update], positions: Sequence[int]) -> BatchResult:
+            def make(some: Sequence[int]) -> Update:
+                refs = [successes[position].ref for position in some]
+                values = [successes[position].value for position in some]
+                return statement(refs, values, progress=progress)
+
+            if not positions:
+                return BatchResult(0, {})
+            result = self.update_batch(make, positions)
+            errors = {positions[at]: problem for at, problem in result.errors.items()}
+            return BatchResult(result.matched, errors)
+
+        plain = [n for n, success in enumerate(successes) if success.hint == PLAIN]
+        short = run(statements.succeed_plain, plain)
+        # If some are no plain tasks any more, all are tried: those that are done match no more.
+        done = set(plain) if short.matched == len(plain) else set(short.errors)
+        general = run(statements.succeed, [n for n in range(len(successes)) if n not in done])
+        return BatchResult(short.matched + general.matched, {**short.errors, **general.errors})
 
     def upsert(
         self, document: Mapping[str, Any], *, session: ClientSession | None

@@ -22,8 +22,6 @@ LONG: Final = {
     "pool.node": "the whole public surface of a node, most of it documentation",
     "embedded": "one process from finding its command to removing its files",
     "model": "one class a document part, and the reading of each",
-    "_stages.claimer": "one thread from a due key to an attempt, or to a lost claim",
-    "_stages.outcome": "one thread from taking an outcome to telling of it",
     "_storage.expressions": "every expression once, each with its reason",
 }
 #: Outside of `_storage`: who may import the driver, and what of it ("*": anything).
