@@ -35,20 +35,14 @@ from mscheduler_sync._runtime.clock import ServerClock
 from mscheduler_sync._runtime.log import LogThrottle
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage.codec import RAW
+from mscheduler_sync._storage.server_codes import PASSING_CODES
 from mscheduler_sync.errors import StoreError, StoreRejected, StoreUnavailable
 
 #: How long one call may take, in seconds, retries of the driver included.
 CALL_TIMEOUT_S: Final = 10.0
 #: A call that took longer has met an outage, in seconds.
 _SAT_OUT_S: Final = x.SAT_OUT_MS / 1000
-#: Server codes that mean "not now": interrupted, stepping down, shutting down, write concern.
-_PASSING_CODES: Final = frozenset(
-    {6, 7, 24, 43, 46, 50, 63, 64, 79, 89, 91, 100, 112, 133, 134, 136, 189, 202, 237, 251, 262}
-    | {263, 290, 317, 358, 384, 462, 8000, 9001, 10058, 10107, 11600, 11601, 11602, 13388, 13435}
-    | {13436, 50915}
-)
 _PASSING_LABELS: Final = ("RetryableWriteError", "TransientTransactionError", "NetworkError")
-_UNAUTHORIZED: Final = 13
 
 
 def translated(error: PyMongoError) -> StoreError:
@@ -59,7 +53,7 @@ def translated(error: PyMongoError) -> StoreError:
     passing = (
         isinstance(error, (ConnectionFailure, WriteConcernError))
         or error.timeout
-        or code in _PASSING_CODES
+        or code in PASSING_CODES
         or any(error.has_error_label(label) for label in _PASSING_LABELS)
     )
     return StoreUnavailable(_text(error)) if passing else StoreRejected(_text(error))

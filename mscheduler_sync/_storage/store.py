@@ -21,13 +21,13 @@ from pymongo.errors import BulkWriteError, DocumentTooLarge, DuplicateKeyError, 
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.calls import CALL_TIMEOUT_S, ServerCalls, trusted
+from mscheduler_sync._storage.server_codes import DUPLICATE_KEY
 from mscheduler_sync._storage.statements import Find, Ref, Update
 from mscheduler_sync.errors import StoreRejected, StoreUnavailable
 
 _log = logger("store")
 _Item = TypeVar("_Item")
 
-_DUPLICATE_KEY: Final = 11000
 #: A bulk of inserts may take longer than other calls, in seconds.
 _MANY_TIMEOUT_S: Final = 20.0
 
@@ -193,7 +193,7 @@ class TaskStore(ServerCalls):
             for failure in error.details.get("writeErrors", []):
                 position = failure["index"]
                 inserted[position] = False
-                if failure.get("code") != _DUPLICATE_KEY or not _is_about_key(failure):
+                if failure.get("code") != DUPLICATE_KEY or not _is_about_key(failure):
                     errors[position] = str(failure.get("errmsg", failure.get("code")))[:500]
                 elif self._is_mine(documents[position]):
                     inserted[position] = True

@@ -23,6 +23,7 @@ from mscheduler_sync._runtime.log import Log
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._storage.calls import translated
 from mscheduler_sync._storage.codec import ENVELOPE
+from mscheduler_sync._storage.server_codes import NO_STREAMS_CODES
 
 #: How long one getMore waits for events on the server, in milliseconds.
 AWAIT_MS: Final = 1000
@@ -30,8 +31,6 @@ AWAIT_MS: Final = 1000
 _SILENCE_S: Final = 10.0
 #: Without change streams: look again after this long, in seconds.
 REPROBE_S: Final = 300.0
-#: Not a replica set; no privilege; not supported here.
-_NO_STREAMS_CODES: Final = frozenset({13, 59, 115, 160, 40573, 40324, 20})
 
 
 class StreamReader(Service):
@@ -86,7 +85,7 @@ class StreamReader(Service):
             stream = self._open()
         except PyMongoError as error:
             # Only here: while reading, the same codes mean that this stream cannot go on.
-            if isinstance(error, OperationFailure) and error.code in _NO_STREAMS_CODES:
+            if isinstance(error, OperationFailure) and error.code in NO_STREAMS_CODES:
                 self._poll_instead(error)
                 return
             raise translated(error) from error

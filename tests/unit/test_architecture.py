@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from mscheduler_sync._storage.server_codes import Passing
+
 ROOT: Final = Path(__file__).parents[2]
 PACKAGE: Final = ROOT / "mscheduler_sync"
 
@@ -174,6 +176,25 @@ def test_nobody_sleeps_or_reads_the_wall_clock() -> None:
                 assert node.attr not in FORBIDDEN.get(owner, set()), (name, node.lineno)
         for module, imported in imports(path):
             assert module != "time" or imported not in FORBIDDEN["time"], name
+
+
+def test_server_codes_have_names() -> None:
+    """
+    No code of an error is compared with a bare number, and none stands in a set of such.
+    """
+    for name, path in modules():
+        for node in nodes_of(path):
+            if isinstance(node, ast.Set):
+                assert not any(map(_is_code, node.elts)), (name, node.lineno)
+            elif isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                is_about_codes = any("code" in ast.unparse(side).lower() for side in sides)
+                assert not (is_about_codes and any(map(_is_code, sides))), (name, node.lineno)
+
+
+def _is_code(node: ast.AST) -> bool:
+    # No code below these means anything to us.
+    return isinstance(node, ast.Constant) and type(node.value) is int and node.value >= min(Passing)
 
 
 def test_every_thread_has_a_name() -> None:
