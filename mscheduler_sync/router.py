@@ -9,11 +9,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mscheduler_sync.invocation import Invocation, invocation_of
+from mscheduler_sync.settings import check_name
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-#: Longer names make the index heavy.
-MAX_NAME_LENGTH = 200
 
 
 class Router:
@@ -88,22 +86,3 @@ class Router:
         """
         with self._lock:
             return self._functions.get(name)
-
-
-def check_name(name: object) -> None:
-    """
-    Raises:
-        TypeError: If *name* is not a string.
-        ValueError: If it is empty or longer than 200 characters, or holds what BSON cannot.
-    """
-    if not isinstance(name, str):
-        msg = f"a task name must be a string, got {name!r}"
-        raise TypeError(msg)
-    if not name or len(name) > MAX_NAME_LENGTH:
-        msg = f"a task name must have 1 to {MAX_NAME_LENGTH} characters, got {name!r:.80}"
-        raise ValueError(msg)
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        msg = f"a task name must be valid Unicode, got {name!r}"
-        raise ValueError(msg) from None

@@ -10,16 +10,19 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import attrs
 
-from mscheduler_sync._stages.executor import MAX_THREADS, Around
-from mscheduler_sync.limits import LONGEST_S
+from mscheduler_sync.limits import LONGEST_S, MAX_THREADS
 
 Duration = float | int | dt.timedelta
+Around = Callable[[], AbstractContextManager[Any]]
 
 MAX_KEY_BYTES: Final = 512
+#: Longer names of tasks make the index heavy, in characters.
+MAX_NAME_LENGTH: Final = 200
 _DEFAULT_MAX_WORKERS: Final = 8
 
 
@@ -104,6 +107,25 @@ def choice(value: object, name: str, allowed: tuple[str, ...]) -> str:
         msg = f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}"
         raise ValueError(msg)
     return str(value)
+
+
+def check_name(name: object) -> None:
+    """
+    Raises:
+        TypeError: If *name* is not a string.
+        ValueError: If it is empty or longer than 200 characters, or holds what BSON cannot.
+    """
+    if not isinstance(name, str):
+        msg = f"a task name must be a string, got {name!r}"
+        raise TypeError(msg)
+    if not name or len(name) > MAX_NAME_LENGTH:
+        msg = f"a task name must have 1 to {MAX_NAME_LENGTH} characters, got {name!r:.80}"
+        raise ValueError(msg)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        msg = f"a task name must be valid Unicode, got {name!r}"
+        raise ValueError(msg) from None
 
 
 def new_worker_id() -> str:

@@ -11,8 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from typing import Any, Final
 
 from mscheduler_sync import context as task_context
 from mscheduler_sync._runtime.crash_points import reach
@@ -30,13 +28,11 @@ from mscheduler_sync._storage import codec
 from mscheduler_sync.context import TaskContext
 from mscheduler_sync.errors import LeaseLost, PermanentFailure, RetryLater, Snooze
 from mscheduler_sync.invocation import Invocation
+from mscheduler_sync.limits import MAX_THREADS
+from mscheduler_sync.settings import Around
 
 _log = logger("execute")
 
-#: Threads are made on demand; this only bounds what `max_workers` may be set to.
-MAX_THREADS: Final = 1000
-
-Around = Callable[[], AbstractContextManager[Any]]
 FunctionOf = Callable[[str | None], Invocation | None]
 
 

@@ -15,8 +15,7 @@ from bson import ObjectId
 
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage.statements import routes_of
-from mscheduler_sync.router import check_name
-from mscheduler_sync.settings import Duration, choice, seconds, text, whole
+from mscheduler_sync.settings import Duration, check_name, choice, seconds, text, whole
 
 IfExists = Literal["keep", "update", "rerun", "raise"]
 IfRunning = Literal["apply", "raise"]

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._stages.executor import MAX_THREADS
+from mscheduler_sync.limits import MAX_THREADS
 
 _log = logger("execute")
 _Step = Callable[[], None]

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import pytest
 
-from mscheduler_sync._stages.executor import MAX_THREADS
+from mscheduler_sync.limits import MAX_THREADS
 from mscheduler_sync.settings import ConsumerSettings, choice, new_worker_id, seconds, text, whole
 
 
