@@ -5,9 +5,11 @@ Which room may use which, read from the imports; and a few things that no module
 from __future__ import annotations
 
 import ast
+import collections
 import functools
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +17,8 @@ from mscheduler_sync._storage.server_codes import Passing
 
 ROOT: Final = Path(__file__).parents[2]
 PACKAGE: Final = ROOT / "mscheduler_sync"
+#: The one place where it is written which room may use which.
+LAYERS: Final = ROOT / "docs" / "architecture.md"
 
 #: Modules with more lines than this stand in `LONG`, with the reason.
 MOST_LINES: Final = 350
@@ -64,12 +68,23 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
 
 
 @functools.cache
-def imports(path: Path) -> tuple[tuple[str, str], ...]:
+def imports(path: Path, *, at_run_time: bool = False) -> tuple[tuple[str, str], ...]:
     """
     Everything that a module imports, at any place in it: (module, name or "").
+
+    *at_run_time* leaves out what only type checkers import.
     """
+    for_types = {
+        node
+        for block in nodes_of(path)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for one in block.body
+        for node in ast.walk(one)
+    }
     found = []
     for node in nodes_of(path):
+        if at_run_time and node in for_types:
+            continue
         if isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -80,10 +95,10 @@ def imports(path: Path) -> tuple[tuple[str, str], ...]:
 
 def own_imports(path: Path) -> Iterator[str]:
     """
-    The modules of the package that a module imports, by dotted name; "" is the package's own.
+    The modules of the package that a module imports at run time, by dotted name.
     """
     known = dict(modules())
-    for module, name in imports(path):
+    for module, name in imports(path, at_run_time=True):
         if module.split(".")[0] == "mscheduler_sync":
             inner = module.removeprefix("mscheduler_sync").removeprefix(".")
             full = f"{inner}.{name}".strip(".")
@@ -91,7 +106,40 @@ def own_imports(path: Path) -> Iterator[str]:
 
 
 def room(name: str) -> str:
-    return name.split(".", maxsplit=1)[0]
+    return name.split(".", maxsplit=1)[0] or "__init__"
+
+
+@functools.cache
+def graph() -> Mapping[str, frozenset[str]]:
+    """
+    Module -> the modules that it imports at run time.
+    """
+    return {name: frozenset(own_imports(path)) - {name} for name, path in modules()}
+
+
+def ways_from(start: str, below: Mapping[str, Collection[str]]) -> dict[str, str]:
+    """
+    Everything that *start* reaches, directly or through others, and a shortest way to it.
+    """
+    ways = {start: start}
+    queue = collections.deque([start])
+    while queue:
+        name = queue.popleft()
+        for used in sorted(below[name]):
+            if used not in ways:
+                ways[used] = f"{ways[name]} -> {used or '__init__'}"
+                queue.append(used)
+    del ways[start]
+    return ways
+
+
+def layers() -> dict[str, list[str]]:
+    """
+    Room -> the rooms that it may use, as docs/architecture.md says.
+    """
+    table = LAYERS.read_text(encoding="utf-8").partition("| room | may use |\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", table.partition("\n\n")[0], re.MULTILINE)
+    return {name: re.findall(r"`(\w+)`", used) for name, used in rows}
 
 
 def test_the_modules_were_found() -> None:
@@ -102,28 +150,47 @@ def test_the_modules_were_found() -> None:
     assert {"", "errors", "_runtime.service", "_storage.store", "_stages.claimer"} <= names
 
 
+def test_the_layers_are_those_of_the_package() -> None:
+    """
+    Every room has a row, and no row is of a room that has gone.
+    """
+    assert set(layers()) == {room(name) for name in graph()}
+
+
 def test_rooms_use_only_what_lies_below_them() -> None:
     """
-    `_runtime` stands alone; storage knows no stages; only the consumer's side knows both.
+    No module reaches, by whatever way, a room that its own may not use.
     """
-    for name, path in modules():
-        used = set(own_imports(path))
-        rooms = {room(one) for one in used}
-        if room(name) == "_runtime":
-            assert {one for one in used if room(one) != "_runtime"} <= {"errors"}, name
-        if room(name) == "_storage":
-            assert "_stages" not in rooms, name
-            assert not used & {"", "consumer", "producer", "events", "health", "run_forever"}, name
-        if room(name) == "_stages":
-            assert not used & {"", "consumer", "producer", "health", "run_forever"}, name
-        if name in {"errors", "events", "context", "invocation", "router"}:
-            assert not rooms & {"_stages", "_storage"}, name
-        if name == "producer":
-            assert "_stages" not in rooms, name
-        if room(name) != "pool":
-            assert "pool" not in rooms, name
-        if name != "embedded":
-            assert "embedded" not in used, name
+    below = layers()
+    wrong = []
+    for name in graph():
+        allowed = {room(name), *ways_from(room(name), below)}
+        wrong += [
+            way for used, way in ways_from(name, graph()).items() if room(used) not in allowed
+        ]
+    assert wrong == []
+
+
+def test_no_layer_lies_below_itself() -> None:
+    """
+    The table allows no circle of rooms.
+    """
+    below = layers()
+    assert [
+        name for name, used in below.items() if any(name in ways_from(one, below) for one in used)
+    ] == []
+
+
+def test_a_way_through_other_modules_is_found() -> None:
+    """
+    Through how many modules it goes does not matter.
+    """
+    below = {"sending": ["settings"], "settings": ["limits", "executor"], "executor": ["sending"]}
+    assert ways_from("sending", {**below, "limits": []}) == {
+        "settings": "sending -> settings",
+        "executor": "sending -> settings -> executor",
+        "limits": "sending -> settings -> limits",
+    }
 
 
 def test_only_storage_talks_to_the_driver() -> None:
@@ -240,7 +307,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     """
     The rooms stand on each other; none stands, by whatever way, on itself.
     """
-    below = {name: set(own_imports(path)) - {name} for name, path in modules() if name}
+    below = {name: used - {""} for name, used in graph().items() if name}
     while free := {name for name, used in below.items() if not used & set(below)}:
         for name in free:
             del below[name]
