@@ -13,9 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from mscheduler_sync import context as task_context
+from mscheduler_sync._runtime import failure
 from mscheduler_sync._runtime.crash_points import reach
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._stages import failure
 from mscheduler_sync._stages.attempt import (
     Failed,
     HeldAttempt,

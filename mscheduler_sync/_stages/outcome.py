@@ -11,10 +11,10 @@ from typing import Final
 
 import attrs
 
+from mscheduler_sync._runtime import failure
 from mscheduler_sync._runtime.crash_points import reach
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
-from mscheduler_sync._stages import failure
 from mscheduler_sync._stages.attempt import (
     Failed,
     HeldAttempt,

@@ -12,9 +12,9 @@ from typing import Any, Final
 from bson.raw_bson import RawBSONDocument
 
 from mscheduler_sync._runtime import backoff
+from mscheduler_sync._runtime.failure import name_and_text
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import ComponentHealth
-from mscheduler_sync._stages.failure import name_and_text
 from mscheduler_sync._storage import codec
 from mscheduler_sync.errors import RetryLater, StoreError
 from mscheduler_sync.events import EventHub

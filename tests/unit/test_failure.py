@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mscheduler_sync._stages.failure import MAX_REASON_BYTES, bounded, describe
+from mscheduler_sync._runtime.failure import MAX_REASON_BYTES, bounded, describe
 
 
 def raised(function: Callable[[], object]) -> BaseException:
