@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from mscheduler_sync._runtime.keyed_executor import KeyedExecutor
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync.errors import PoolClosed, StoreError
@@ -22,7 +23,6 @@ from mscheduler_sync.pool.held import HeldJobs
 from mscheduler_sync.pool.pending import PendingJobs
 from mscheduler_sync.pool.reaper import Reaper
 from mscheduler_sync.pool.ring import Ring
-from mscheduler_sync.pool.serial import KeyedExecutor
 from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.view import PoolView
@@ -127,7 +127,7 @@ class Control(Service):
         self._pending.wait(min(self._next_poll_s, self._next_reap_s))
         if self.stopping:
             return
-        self._executor.nudge()
+        self._executor.make_missing_thread()
         self._claims.settle()
         if self._look_wanted or self._refresh_wanted or time.monotonic() >= self._next_poll_s:
             self._poll()

@@ -12,8 +12,10 @@ from typing import Any, Final
 
 from pymongo.database import Database
 
+from mscheduler_sync._runtime.keyed_executor import KeyedExecutor
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import ComponentHealth, CrashHandler, Service
+from mscheduler_sync.limits import MAX_THREADS
 from mscheduler_sync.errors import PoolClosed, StoreError
 from mscheduler_sync.events import EventHub
 from mscheduler_sync.pool import statements
@@ -30,7 +32,6 @@ from mscheduler_sync.pool.pending import PendingJobs
 from mscheduler_sync.pool.reaper import Reaper
 from mscheduler_sync.pool.reports import CloseReport
 from mscheduler_sync.pool.requests import Requests
-from mscheduler_sync.pool.serial import KeyedExecutor
 from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.view import PoolView
@@ -74,7 +75,7 @@ class Engine:
             on_crash=on_crash,
         )
         name = self.lease.node
-        self.executor = KeyedExecutor(name, self._on_bug)
+        self.executor = KeyedExecutor(name, MAX_THREADS, self._on_bug)
         self.handling = Handling(
             self.store,
             settings.pool,

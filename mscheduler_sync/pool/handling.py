@@ -13,6 +13,7 @@ from bson.raw_bson import RawBSONDocument
 
 from mscheduler_sync._runtime import backoff
 from mscheduler_sync._runtime.failure import name_and_text
+from mscheduler_sync._runtime.keyed_executor import KeyedExecutor
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import ComponentHealth
 from mscheduler_sync._storage import codec
@@ -20,7 +21,6 @@ from mscheduler_sync.errors import RetryLater, StoreError
 from mscheduler_sync.events import EventHub
 from mscheduler_sync.pool import events, statements
 from mscheduler_sync.pool.held import HeldJob, HeldJobs, Holds
-from mscheduler_sync.pool.serial import KeyedExecutor
 from mscheduler_sync.pool.statements import Removal, Write
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.waiting import Waiters

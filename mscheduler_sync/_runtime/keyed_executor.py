@@ -1,5 +1,5 @@
 """
-Handler calls: one after another for one key, in parallel for different keys.
+Calls in threads: one after another for one key, in parallel for different keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync.limits import MAX_THREADS
 
 _log = logger("execute")
 _Step = Callable[[], None]
@@ -23,10 +22,14 @@ _SLICE_S: Final = 0.5
 class KeyedExecutor:
     """
     A thread pool in which the steps of one key never overlap and keep their order.
+
+    *on_bug* is told the key of a step that has raised, and what.
     """
 
-    def __init__(self, name: str, on_bug: Callable[[str, BaseException], None]) -> None:
-        self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"ms-exec:{name}")
+    def __init__(
+        self, name: str, max_threads: int, on_bug: Callable[[str, BaseException], None]
+    ) -> None:
+        self._pool = ThreadPoolExecutor(max_threads, thread_name_prefix=f"ms-exec:{name}")
         self._on_bug = on_bug
         self._inside = threading.local()
         self._lock = threading.Lock()
@@ -56,7 +59,7 @@ class KeyedExecutor:
                 extra={"event": "no_thread", "task_key": key, "error": str(error)},
             )
 
-    def nudge(self) -> None:
+    def make_missing_thread(self) -> None:
         """
         Try again to make a thread if the last one could not be made.
         """
