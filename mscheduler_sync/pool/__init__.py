@@ -28,9 +28,9 @@ from mscheduler_sync.pool.events import (
 )
 from mscheduler_sync.pool.job import Handler, Job, WorkerInfo
 from mscheduler_sync.pool.node import Node
+from mscheduler_sync.pool.recurring import Tick, Ticker
 from mscheduler_sync.pool.reports import CloseReport, NodeHealth, ShutdownReport
 from mscheduler_sync.pool.schedule import JobPlan, Planner, Schedule, ScheduleStop
-from mscheduler_sync.pool.ticker import Tick, Ticker
 from mscheduler_sync.pool.worker import Worker
 
 __all__ = [  # noqa: RUF022 - grouped by purpose

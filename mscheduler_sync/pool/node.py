@@ -23,10 +23,10 @@ from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.engine import Engine
 from mscheduler_sync.pool.events import NodeStateChanged
 from mscheduler_sync.pool.job import Handler, WorkerInfo, check_handler
+from mscheduler_sync.pool.recurring import Tick, Ticker
 from mscheduler_sync.pool.reports import CloseReport, NodeHealth, NodeState, ShutdownReport
 from mscheduler_sync.pool.schedule import Planner, Schedule
 from mscheduler_sync.pool.settings import NodeSettings, name_of
-from mscheduler_sync.pool.ticker import Tick, Ticker
 from mscheduler_sync.pool.worker import Worker
 from mscheduler_sync.run_forever import serve
 from mscheduler_sync.settings import Duration, seconds, text

@@ -4,26 +4,22 @@ A planner that says, at each period and on one node, which jobs are to run.
 
 from __future__ import annotations
 
-import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import attrs
 
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._runtime.service import CrashHandler
 from mscheduler_sync.errors import JobExists, JobNotFound, MSchedulerError, StoreError
 from mscheduler_sync.pool import statements
+from mscheduler_sync.pool.recurring import BEATEN_S, Recurring
 from mscheduler_sync.pool.requests import Requests
 from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
 
 _log = logger("pool")
-
-#: The shared document is read again this often, in seconds.
-_LOOK_S: Final = 1.0
 
 
 class ScheduleStop(Exception):
@@ -68,54 +64,46 @@ class Planner(Protocol):
         """
 
 
-class ScheduleThread(Service):
+class Schedule(Recurring):
     """
-    Takes the plans that are due, and carries them out.
+    A schedule in which this node takes part. Made by `Node.schedule`.
     """
-
-    longest_pause_s = 2.0
 
     def __init__(
         self,
         store: PoolStore,
-        schedule_id: str,
+        pool: str,
         name: str,
         planner: Planner,
+        interval_s: float,
         requests: Requests,
         *,
         dispatch_timeout_s: float,
         node: Callable[[], str],
-        on_end: Callable[[], None],
         on_crash: CrashHandler,
     ) -> None:
-        super().__init__(f"schedule:{name}", f"ms-plan:{name}", _log, on_crash)
-        self._store = store
-        self._id = schedule_id
-        self._name = name
+        super().__init__(store, pool, "schedules", name, interval_s, on_crash)
         self._planner = planner
         self._requests = requests
         self._dispatch_timeout_s = dispatch_timeout_s
         self._node = node
-        self._on_end = on_end
 
-    def step(self) -> None:
-        self._store.measure_clock()
-        document = self._store.read_one(statements.schedule(self._id))
-        if document is None:
-            self.request_stop()
-            return
-        wait_s = self._store.clock.monotonic_at(document["next"]) - time.monotonic()
-        if wait_s > 0:
-            self.pause(min(wait_s, _LOOK_S))
-            return
+    def wait_ended(self, timeout: float | None = None) -> bool:
+        """
+        Wait up to *timeout* seconds (None: for ever) for the end; return whether it has come.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended, timeout)
+
+    def _compete(self, document: Document) -> None:
         if not self._may_take(document):
-            self.pause(min(_LOOK_S, document["interval_ms"] / 1000))
+            self.thread.pause(min(1.0, document["interval_ms"] / 1000))
             return
         runner = uuid.uuid4().hex
         self._store.write(statements.begin_plan(self._id, runner, self._node(), document["runner"]))
-        taken = self._store.read_one(statements.schedule(self._id))
+        taken = self._shared()
         if taken is None or taken["runner"] != runner:
-            self.pause(0.002)
+            self.thread.pause(BEATEN_S)
             return
         self._run(runner, taken)
 
@@ -138,11 +126,11 @@ class ScheduleThread(Service):
                 raise TypeError(msg)  # noqa: TRY301 - logged like what a planner raises
         except ScheduleStop:
             if self._store.remove(statements.end_schedule(self._id, runner)):
-                self.request_stop()
-            # Else it is another's by now, or gone: the next look tells.
+                self.close()
+            # Else it is another's by now, or gone: the next step tells.
             return
         except Exception as error:  # noqa: BLE001 - the next plan may be better
-            self._complain("a planner has failed", "plan_failed", None, error)
+            self._log_failure("a planner has failed", "plan_failed", None, error)
             self._store.write(statements.end_plan(self._id, runner, interval_ms))
             return
         if self._carry_out(runner, plan, set(document["keys"])):
@@ -157,18 +145,21 @@ class ScheduleThread(Service):
         """
         for key, payload in plan.start.items():
             # Before the dispatch: a planner that dies between the two forgets no job.
-            if self.stopping or not self._store.write(statements.track(self._id, runner, key))[0]:
+            if (
+                self.thread.stopping
+                or not self._store.write(statements.track(self._id, runner, key))[0]
+            ):
                 return False
             self._start_job(runner, key, payload)
         ending = tracked - set(plan.start) if plan.stop_all else set(plan.stop)
         for key in sorted(ending):
-            if self.stopping or not self._is_mine(runner):
+            if self.thread.stopping or not self._is_mine(runner):
                 return False
             self._stop_job(runner, key)
         return True
 
     def _is_mine(self, runner: str) -> bool:
-        document = self._store.read_one(statements.schedule(self._id))
+        document = self._shared()
         return document is not None and document["runner"] == runner
 
     def _start_job(self, runner: str, key: str, payload: Any) -> None:
@@ -179,7 +170,7 @@ class ScheduleThread(Service):
         except StoreError:
             raise
         except (MSchedulerError, TypeError, ValueError) as error:
-            self._complain("a planned job could not be started", "start_failed", key, error)
+            self._log_failure("a planned job could not be started", "start_failed", key, error)
             self._store.write(statements.untrack(self._id, runner, key))
 
     def _stop_job(self, runner: str, key: str) -> None:
@@ -190,98 +181,19 @@ class ScheduleThread(Service):
         except StoreError:
             raise
         except (MSchedulerError, TypeError, ValueError) as error:
-            self._complain("a planned job could not be stopped", "stop_failed", key, error)
+            self._log_failure("a planned job could not be stopped", "stop_failed", key, error)
             return
         self._store.write(statements.untrack(self._id, runner, key))
 
-    def _complain(self, message: str, event: str, key: str | None, error: Exception) -> None:
-        self.health.note_error(error)
+    def _log_failure(self, message: str, event: str, key: str | None, error: Exception) -> None:
+        self.thread.health.note_error(error)
         _log.error(
             message,
             exc_info=error,
             extra={
                 "event": event,
-                "schedule": self._name,
+                "schedule": self.name,
                 "task_key": key,
                 "error_type": type(error).__name__,
             },
         )
-
-    def request_stop(self) -> None:
-        super().request_stop()
-        self._on_end()
-
-
-class Schedule:
-    """
-    A schedule in which this node takes part. Made by `Node.schedule`.
-    """
-
-    def __init__(
-        self,
-        store: PoolStore,
-        pool: str,
-        name: str,
-        planner: Planner,
-        interval_s: float,
-        requests: Requests,
-        *,
-        dispatch_timeout_s: float,
-        node: Callable[[], str],
-        on_crash: CrashHandler,
-    ) -> None:
-        self.name = name
-        self._store = store
-        self._pool = pool
-        self._id = statements.full_id(pool, name)
-        self._interval_ms = max(1, round(interval_s * 1000))
-        self._ended = threading.Event()
-        self.thread = ScheduleThread(
-            store,
-            self._id,
-            name,
-            planner,
-            requests,
-            dispatch_timeout_s=dispatch_timeout_s,
-            node=node,
-            on_end=self._ended.set,
-            on_crash=on_crash,
-        )
-
-    def start(self) -> None:
-        """
-        Make the shared document, or change its interval, and take part from now on.
-        """
-        self._store.write(
-            statements.set_schedule(self._id, self._pool, self.name, self._interval_ms)
-        )
-        self.thread.start()
-
-    @property
-    def is_ended(self) -> bool:
-        """
-        Whether it was stopped, here or elsewhere, or closed.
-        """
-        return self._ended.is_set()
-
-    def wait_ended(self, timeout: float | None = None) -> bool:
-        """
-        Wait up to *timeout* seconds (None: for ever) for the end; return whether it has come.
-        """
-        return self._ended.wait(timeout)
-
-    def stop(self) -> None:
-        """
-        End the schedule on all nodes. Its jobs go on.
-
-        Raises:
-            StoreError: The database did not answer; call it again.
-        """
-        self._store.remove(statements.remove_schedule(self._id))
-        self.close()
-
-    def close(self) -> None:
-        """
-        Take no more part; other nodes go on.
-        """
-        self.thread.request_stop()

@@ -225,7 +225,7 @@ def test_a_tick_is_won_once_and_when_it_is_due(
     """
     By whoever knows the present number and interval; missed ones count as one.
     """
-    store.write(statements.set_ticker("t", "p", "t", 1000))
+    store.write(statements.set_recurring("tickers", "t", "p", "t", 1000))
     assert store.write(statements.tick("t", 1000, 0, "early"))[1] == 0
     due = store.clock.now() - dt.timedelta(seconds=3.5)
     database.pool_tickers.update_one({"_id": "t"}, {"$set": {"next": due}})
@@ -246,7 +246,7 @@ def test_a_plan_has_one_runner(store: PoolStore, database: Database[Document]) -
     """
     It is taken from nobody or from the very runner that was seen; the former can do nothing more.
     """
-    store.write(statements.set_schedule("s", "p", "s", 60_000))
+    store.write(statements.set_recurring("schedules", "s", "p", "s", 60_000))
     assert store.write(statements.begin_plan("s", "r1", "n", None))[1] == 1
     assert store.write(statements.begin_plan("s", "r2", "m", None))[0] == 0
     assert store.write(statements.begin_plan("s", "r2", "m", "other"))[0] == 0

@@ -4,10 +4,13 @@ Tickers and schedules.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from bson.int64 import Int64
 
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync.pool.statements.base import (
+    Document,
     Read,
     Removal,
     Write,
@@ -15,29 +18,41 @@ from mscheduler_sync.pool.statements.base import (
     only_if,
 )
 
+Recurrent = Literal["tickers", "schedules"]
 
-def set_ticker(ticker_id: str, pool: str, name: str, interval_ms: int) -> Write:
+
+def set_recurring(
+    where: Recurrent, document_id: str, pool: str, name: str, interval_ms: int
+) -> Write:
     """
-    Make a ticker, or give it another interval; one with the same interval keeps its next tick.
+    Make a ticker or a schedule, or give it another interval.
+
+    A schedule's first plan is due now. A ticker with the same interval keeps its next tick.
     """
     same = {"$eq": ["$interval_ms", Int64(interval_ms)]}
-    return Write(
-        "tickers",
-        {"_id": ticker_id},
-        [
-            {
-                "$set": {
-                    "pool": x.literal(pool),
-                    "name": x.literal(name),
-                    "next": {"$cond": [same, "$next", x.server_now_plus(interval_ms)]},
-                    "number": {"$ifNull": ["$number", Int64(0)]},
-                    "winner": {"$ifNull": ["$winner", None]},
-                }
-            },
-            {"$set": {"interval_ms": Int64(interval_ms)}},
-        ],
-        upsert=True,
-    )
+    fields: Document = {
+        "pool": x.literal(pool),
+        "name": x.literal(name),
+        "number": {"$ifNull": ["$number", Int64(0)]},
+    }
+    if where == "tickers":
+        fields["next"] = {"$cond": [same, "$next", x.server_now_plus(interval_ms)]}
+        fields["winner"] = {"$ifNull": ["$winner", None]}
+    else:
+        fields["next"] = {"$ifNull": ["$next", x.NOW]}
+        fields["runner"] = {"$ifNull": ["$runner", None]}
+        fields["runner_node"] = {"$ifNull": ["$runner_node", None]}
+        fields["keys"] = {"$ifNull": ["$keys", []]}
+    interval = changed(interval_ms=Int64(interval_ms))
+    return Write(where, {"_id": document_id}, [*changed(**fields), *interval], upsert=True)
+
+
+def recurring(where: Recurrent, document_id: str) -> Read:
+    return Read(where, {"_id": document_id}, limit=1)
+
+
+def remove_recurring(where: Recurrent, document_id: str) -> Removal:
+    return Removal(where, {"_id": document_id})
 
 
 def _following(interval_ms: int) -> x.Expr:
@@ -66,43 +81,6 @@ def tick(ticker_id: str, interval_ms: int, number: int, token: str) -> Write:
             },
         ),
     )
-
-
-def ticker(ticker_id: str) -> Read:
-    return Read("tickers", {"_id": ticker_id}, limit=1)
-
-
-def remove_ticker(ticker_id: str) -> Removal:
-    return Removal("tickers", {"_id": ticker_id})
-
-
-def set_schedule(schedule_id: str, pool: str, name: str, interval_ms: int) -> Write:
-    """
-    Make a schedule whose first plan is due now, or give it another interval.
-    """
-    return Write(
-        "schedules",
-        {"_id": schedule_id},
-        [
-            {
-                "$set": {
-                    "pool": x.literal(pool),
-                    "name": x.literal(name),
-                    "next": {"$ifNull": ["$next", x.NOW]},
-                    "number": {"$ifNull": ["$number", Int64(0)]},
-                    "runner": {"$ifNull": ["$runner", None]},
-                    "runner_node": {"$ifNull": ["$runner_node", None]},
-                    "keys": {"$ifNull": ["$keys", []]},
-                    "interval_ms": Int64(interval_ms),
-                }
-            }
-        ],
-        upsert=True,
-    )
-
-
-def schedule(schedule_id: str) -> Read:
-    return Read("schedules", {"_id": schedule_id}, limit=1)
 
 
 def begin_plan(schedule_id: str, runner: str, node: str, instead_of: str | None) -> Write:
@@ -155,7 +133,3 @@ def leave_plan(schedule_id: str, runner: str) -> Write:
 
 def end_schedule(schedule_id: str, runner: str) -> Removal:
     return Removal("schedules", {"_id": schedule_id, "runner": runner})
-
-
-def remove_schedule(schedule_id: str) -> Removal:
-    return Removal("schedules", {"_id": schedule_id})

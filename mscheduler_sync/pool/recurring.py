@@ -1,0 +1,243 @@
+"""
+What recurs in a pool: at each period all nodes compete for a shared document, and one wins.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import attrs
+
+from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync.events import deadline_after
+from mscheduler_sync.pool import statements
+from mscheduler_sync.pool.statements import Document
+from mscheduler_sync.pool.store import PoolStore
+
+_log = logger("pool")
+
+#: The shared document is read again this often, in seconds: for a stop or another interval.
+_REREAD_S: Final = 1.0
+#: After a lost competition, in seconds: the winner, or the server's clock, was a moment ahead.
+BEATEN_S: Final = 0.002
+
+
+class Recurring:
+    """
+    One thing that recurs, as this node takes part in it; the base of tickers and schedules.
+    """
+
+    def __init__(
+        self,
+        store: PoolStore,
+        pool: str,
+        where: statements.Recurrent,
+        name: str,
+        interval_s: float,
+        on_crash: CrashHandler,
+    ) -> None:
+        self.name = name
+        self._store = store
+        self._pool = pool
+        self._where: Final = where
+        self._id = statements.full_id(pool, name)
+        self._interval_ms = max(1, round(interval_s * 1000))
+        self._changed = threading.Condition()
+        # Under _changed.
+        self._ended = False
+        self.thread = _Thread(self, f"{where.removesuffix('s')}:{name}", on_crash)
+
+    @property
+    def is_ended(self) -> bool:
+        """
+        Whether it was stopped, here or elsewhere, or closed.
+        """
+        with self._changed:
+            return self._ended
+
+    def start(self) -> None:
+        """
+        Make the shared document, or change its interval, and compete from now on.
+        """
+        document_id, pool, name = self._id, self._pool, self.name
+        self._store.write(
+            statements.set_recurring(self._where, document_id, pool, name, self._interval_ms)
+        )
+        self.thread.start()
+
+    def stop(self) -> None:
+        """
+        End it on all nodes. Jobs that a schedule has started go on.
+
+        Raises:
+            StoreError: The database did not answer; call it again.
+        """
+        self._store.remove(statements.remove_recurring(self._where, self._id))
+        self.close()
+
+    def close(self) -> None:
+        """
+        Take no more part; other nodes go on.
+        """
+        self.thread.request_stop()
+
+    # -- called by the thread ----------------------------------------------------------------
+
+    def _step(self) -> None:
+        """
+        Wait for the next period, and compete for it.
+        """
+        self._store.measure_clock()
+        document = self._shared()
+        if document is None:
+            # Stopped, by somebody, for all.
+            self.close()
+            return
+        if self._settle(document):
+            return
+        wait_s = self._store.clock.monotonic_at(document["next"]) - time.monotonic()
+        self.thread.pause(min(wait_s, _REREAD_S))
+        if wait_s <= _REREAD_S and not self.thread.stopping:
+            self._compete(document)
+
+    def _settle(self, document: Document) -> bool:  # noqa: ARG002 - a hook
+        """
+        Hook: make use of a win whose answer was lost; return whether there was one.
+        """
+        return False
+
+    def _compete(self, document: Document) -> None:
+        """
+        The period that *document* tells has come: try to win it.
+        """
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _shared(self) -> Document | None:
+        return self._store.read_one(statements.recurring(self._where, self._id))
+
+
+class _Thread(Service):
+    """
+    The thread of one thing that recurs.
+    """
+
+    longest_pause_s = 1.0
+
+    def __init__(self, recurring: Recurring, component: str, on_crash: CrashHandler) -> None:
+        short = "ms-tick" if component.startswith("ticker") else "ms-plan"
+        super().__init__(component, f"{short}:{recurring.name}", _log, on_crash)
+        self._recurring = recurring
+
+    def step(self) -> None:
+        self._recurring._step()
+
+    def request_stop(self) -> None:
+        super().request_stop()
+        self._recurring._end()
+
+
+@attrs.frozen
+class Tick:
+    """
+    One tick, won by this node.
+    """
+
+    #: Counts the ticks of this ticker over all nodes.
+    number: int
+    #: When it was due, by the server's clock; the first one, if some were missed.
+    at: dt.datetime
+
+
+class Ticker(Recurring):
+    """
+    Ticks that this node has won: iterate, or `get` one by one. Made by `Node.ticker`.
+
+    Who reads too late finds the last tick only. A callback, if given, gets all of them in the
+    ticker's own thread; while it works, other nodes win.
+    """
+
+    def __init__(
+        self,
+        store: PoolStore,
+        pool: str,
+        name: str,
+        interval_s: float,
+        *,
+        callback: Callable[[Tick], Any] | None,
+        on_crash: CrashHandler,
+    ) -> None:
+        super().__init__(store, pool, "tickers", name, interval_s, on_crash)
+        self._callback = callback
+        # Under _changed.
+        self._tick: Tick | None = None
+        #: A try whose answer was lost.
+        self._token: str | None = None
+
+    def get(self, timeout: float | None = None) -> Tick | None:
+        """
+        Return the next tick won here, waiting up to *timeout* seconds (None: for ever), else None.
+
+        None also means that the ticker was stopped or closed.
+        """
+        deadline_s = deadline_after(timeout)
+        with self._changed:
+            while self._tick is None and not self._ended:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self._changed.wait(min(left_s, _REREAD_S))
+            tick, self._tick = self._tick, None
+            return tick
+
+    def __iter__(self) -> Iterator[Tick]:
+        while (tick := self.get()) is not None:
+            yield tick
+
+    def _settle(self, document: Document) -> bool:
+        token, self._token = self._token, None
+        if token is None or document["winner"] != token:
+            return False
+        self._deliver(Tick(int(document["number"]), self._store.clock.now()))
+        return True
+
+    def _compete(self, document: Document) -> None:
+        interval_ms, number = int(document["interval_ms"]), int(document["number"])
+        token = uuid.uuid4().hex
+        self._token = token
+        _, changed = self._store.write(statements.tick(self._id, interval_ms, number, token))
+        self._token = None
+        if changed:
+            self._deliver(Tick(number + 1, document["next"]))
+        else:
+            self.thread.pause(BEATEN_S)
+
+    def _deliver(self, tick: Tick) -> None:
+        with self._changed:
+            self._tick = tick
+            self._changed.notify_all()
+        if self._callback is None:
+            return
+        try:
+            self._callback(tick)
+        except Exception as error:  # noqa: BLE001 - the next tick comes nevertheless
+            self.thread.health.note_error(error)
+            _log.error(
+                "the callback of a ticker has failed",
+                exc_info=error,
+                extra={
+                    "event": "callback_failed",
+                    "ticker": self.name,
+                    "error_type": type(error).__name__,
+                },
+            )
