@@ -35,8 +35,7 @@ from mscheduler_sync.pool.requests import Requests
 from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.view import PoolView
-from mscheduler_sync.pool.waiting import Waiters
-from mscheduler_sync.pool.watcher import PoolWatcher
+from mscheduler_sync.pool.watcher import PoolWatcher, Waiters
 from mscheduler_sync.pool.worker import Worker
 
 _log = logger("pool")
@@ -65,6 +64,8 @@ class Engine:
         self.view = PoolView(self.store, settings.pool)
         self.held = HeldJobs()
         self._waiters = Waiters()
+        #: Set at the end of a close, when the jobs are given up: nobody waits or tries again.
+        self._closed = threading.Event()
         self._bugs = ComponentHealth()
         self._pending = PendingJobs(settings.claim_grace_s)
         self.lease = Lease(
@@ -85,6 +86,7 @@ class Engine:
             waiters=self._waiters,
             hub=hub,
             epoch=self.view.epoch,
+            closed=self._closed,
         )
         self.leaving = Leaving(self.store, settings.pool, self.held, self.handling)
         self.membership = Membership(self.store, settings.pool, self.view, self.lease)
@@ -132,6 +134,7 @@ class Engine:
             node=lambda: self.lease.node,
             is_told=self.is_streaming,
             hint=self._hint,
+            closed=self._closed,
         )
         self._recurring_lock = threading.Lock()
         # Replaced under _recurring_lock, never changed.
@@ -299,7 +302,8 @@ class Engine:
         report = CloseReport()
         if not self._settings.client_only:
             report = self._give_everything_up(deadline_s, remove=remove)
-        self.handling.give_up.set()
+        self._closed.set()
+        self._waiters.wake_all()
         self.store.deadline_s = max(deadline_s, time.monotonic() + 0.5)
         for service in [*self._services(), *self.recurring]:
             service.request_stop()
@@ -310,7 +314,6 @@ class Engine:
         for service in services:
             service.join(last_s - time.monotonic())
         threads = self.executor.join(0.0 if report.left else last_s - time.monotonic())
-        self._waiters.poke_all()
         alive = [service.thread_name for service in services if service.alive]
         if report.left:
             _log.warning(

@@ -23,7 +23,7 @@ from mscheduler_sync.pool import events, statements
 from mscheduler_sync.pool.held import HeldJob, HeldJobs, Holds
 from mscheduler_sync.pool.statements import Removal, Write
 from mscheduler_sync.pool.store import PoolStore
-from mscheduler_sync.pool.waiting import Waiters
+from mscheduler_sync.pool.watcher import Waiters
 
 _log = logger("execute")
 
@@ -49,6 +49,7 @@ class Handling:
         waiters: Waiters,
         hub: EventHub,
         epoch: Callable[[], int],
+        closed: threading.Event,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -58,8 +59,8 @@ class Handling:
         self._waiters = waiters
         self._hub = hub
         self._epoch = epoch
-        #: Set: no write is tried again.
-        self.give_up = threading.Event()
+        #: Once set, no write is tried again.
+        self._closed = closed
         self.health = ComponentHealth()
 
     # -- asking for steps; from any thread ---------------------------------------------------
@@ -126,7 +127,7 @@ class Handling:
             return
         held.answered = True
         held.attempts = 0
-        self._waiters.poke(held.id, held.dispatch_id)
+        self._waiters.wake(held.id, held.dispatch_id)
         self._hub.publish(
             events.JobStarted(key=held.key, fence=held.grant.fence, requeued=held.job.requeued)
         )
@@ -158,7 +159,7 @@ class Handling:
         except StoreError as failure:
             # A later look at failed jobs files it.
             self.health.note_error(failure)
-        self._waiters.poke(job_id)
+        self._waiters.wake(job_id)
 
     # -- notifications and stop requests -----------------------------------------------------
 
@@ -209,14 +210,14 @@ class Handling:
         stored = {"type": name, "text": text}
         self._write(held, statements.put_result(stop_id, self._pool, held.key, stored))
         self._write(held, statements.stop_failed(held.grant, stop_id))
-        self._waiters.poke(held.id)
+        self._waiters.wake(held.id)
 
     def _remove(self, held: HeldJob) -> None:
         if self._write(held, statements.remove_owned(held.grant)) is not None:
             held.ended = "stopped"
             self._hub.publish(events.JobStopped(key=held.key, fence=held.grant.fence))
         self._held.forget(held)
-        self._waiters.poke(held.id)
+        self._waiters.wake(held.id)
 
     # -- leaving -----------------------------------------------------------------------------
 
@@ -279,7 +280,7 @@ class Handling:
         return self._store.insist(
             statement,
             may_go_on=lambda: self._holds(held.life),
-            give_up=self.give_up,
+            give_up=self._closed,
         )
 
     def _complain(self, message: str, event: str, held: HeldJob, error: BaseException) -> None:

@@ -1,35 +1,64 @@
 """
-What callers ask of the pool: stop, notify, reads; for dispatch see `dispatching`. Runs in the
-caller's thread.
+What callers ask of the pool: dispatch, stop, notify, reads. Runs in the caller's thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any, Final
 
+import attrs
+
+from mscheduler_sync._runtime import backoff
 from mscheduler_sync._storage import codec
-from mscheduler_sync.errors import InboxFull, JobNotFound, StoreUnavailable
+from mscheduler_sync._storage.codec import MAX_PARAMS_BYTES
+from mscheduler_sync.errors import (
+    DispatchTimeout,
+    HandlerError,
+    InboxFull,
+    JobExists,
+    JobNotFound,
+    MSchedulerError,
+    PoolClosed,
+    PoolFull,
+    StoreError,
+    StoreUnavailable,
+)
 from mscheduler_sync.pool import statements
-from mscheduler_sync.pool.dispatching import Dispatches, handler_error
 from mscheduler_sync.pool.job import WorkerInfo
 from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.view import PoolView
-from mscheduler_sync.pool.waiting import Pauses, Waiter, Waiters, pause_after
+from mscheduler_sync.pool.watcher import Waiter, Waiters
 
+#: The number of waiting jobs is counted anew after this long, in seconds.
+_COUNT_AGAIN_S: Final = 1.0
 #: A stop request that finds the job between two owners is tried again after so long.
 _MOVING_S: Final = 0.05
-_NOTE_LIMIT: Final = statements.INBOX_BYTES
+#: Without a change stream, the pauses of a caller that waits grow up to this, in seconds.
+_LONGEST_POLL_S: Final = 0.25
+#: The mark of a job that its dispatcher takes back. No error's class has this name.
+_WITHDRAWN: Final = {"type": "", "text": "withdrawn by its dispatcher"}
+_STOPPED: Final = {"type": "JobStopped", "text": "it was stopped before it started"}
+
+
+@attrs.frozen
+class _Dispatch:
+    key: str
+    job_id: str
+    id: str
+    timeout_s: float
 
 
 class Requests:
     """
-    Stop, notify, reads and dispatch for one node or client.
+    The requests of one node or client. *is_told* says whether news arrives by itself, *hint* is
+    told of each new job, *closed* is set when the node is at its end: nobody waits on.
     """
 
     def __init__(
@@ -42,6 +71,7 @@ class Requests:
         node: Callable[[], str],
         is_told: Callable[[], bool],
         hint: Callable[[str], None],
+        closed: threading.Event,
     ) -> None:
         self._store = store
         self._settings = settings
@@ -50,15 +80,166 @@ class Requests:
         self._waiters = waiters
         self._node = node
         self._is_told = is_told
-        dispatches = Dispatches(
-            store, settings, view, waiters, node=node, pauses=self._pauses, hint=hint
-        )
-        self.dispatch = dispatches.dispatch
+        self._hint = hint
+        self._closed = closed
+        self._lock = threading.Lock()
+        # Both under _lock: how many jobs waited, counted when, plus what was added since.
+        self._waiting = 0
+        self._counted_at_s = float("-inf")
 
-    def _pauses(self) -> Pauses:
-        told = self._is_told()
-        longest_s = self._settings.poll_interval_s if told else 0.25
-        return Pauses(longest_s, told=told)
+    def _job(self, job_id: str) -> Document | None:
+        return self._store.read_one(statements.job(job_id, statements.STATE_OF_JOB))
+
+    def _existing_job(self, key: str) -> Document:
+        job = self._job(statements.full_id(self._pool, key))
+        if job is None or job["state"] == statements.FAILED:
+            raise JobNotFound(key)
+        return job
+
+    def _pauses(self) -> backoff.Pauses:
+        if self._is_told():
+            longest_s = self._settings.poll_interval_s
+            return backoff.Pauses(longest_s, longest_s)
+        return backoff.Pauses(0.02, _LONGEST_POLL_S)
+
+    def _pause_after(self, failures: int, deadline_s: float) -> bool:
+        """
+        Wait before another try of what has failed so often; return False if there is none.
+        """
+        left_s = deadline_s - time.monotonic()
+        pause_s = backoff.jittered(backoff.delay_s(failures, first_s=0.05, cap_s=1.0))
+        return left_s > 0 and not self._closed.wait(min(pause_s, left_s))
+
+    # -- dispatch ----------------------------------------------------------------------------
+
+    def dispatch(self, key: str, payload: Any, timeout_s: float) -> None:
+        frozen = codec.freeze(
+            payload, self._store.codec_options, what="payload", limit_bytes=MAX_PARAMS_BYTES
+        )
+        self._check_open()
+        self._check_room()
+        job_id = statements.full_id(self._pool, key)
+        dispatch = _Dispatch(key, job_id, uuid.uuid4().hex, timeout_s)
+        self._store.measure_clock()
+        document = statements.new_job(
+            self._pool,
+            key,
+            frozen.value,
+            now=self._store.clock.now(),
+            dispatch_id=dispatch.id,
+            node=self._node(),
+            epoch=max(0, self._view.epoch()),
+        )
+        with self._waiters.of(job_id) as waiter:
+            deadline_s = time.monotonic() + timeout_s
+            self._insert(document, deadline_s)
+            self._hint(job_id)
+            self._wait_running(dispatch, waiter, deadline_s)
+
+    def _check_open(self) -> None:
+        seen = self._view.refresh(older_than_s=self._settings.poll_interval_s)
+        if seen.state != statements.OPEN:
+            raise PoolClosed(self._pool)
+
+    def _check_room(self) -> None:
+        """
+        Raise if too many jobs wait. The count is exact when it matters, and saved when not.
+        """
+        limit = self._settings.max_queued_jobs
+        with self._lock:
+            is_fresh = time.monotonic() - self._counted_at_s < _COUNT_AGAIN_S
+            if is_fresh and self._waiting < limit // 2:
+                self._waiting += 1
+                return
+        count = self._store.count("jobs", statements.count_pending(self._pool))
+        if count >= limit:
+            raise PoolFull(self._pool, limit)
+        with self._lock:
+            self._waiting = count + 1
+            self._counted_at_s = time.monotonic()
+
+    def _insert(self, document: Document, deadline_s: float) -> None:
+        failures = 0
+        while True:
+            try:
+                if failures and self._store.read_one(statements.result(document["dispatch_id"])):
+                    # It was there, and has failed already.
+                    return
+                if self._store.insert_job(document):
+                    return
+            except StoreUnavailable:
+                # It may be there: the same again tells, or finds the server still away.
+                failures += 1
+                if not self._pause_after(failures, deadline_s):
+                    raise
+                continue
+            there = self._job(document["_id"])
+            if there is None:
+                continue
+            if there["state"] != statements.FAILED:
+                raise JobExists(str(document["key"]))
+            # A failed job whose owner died before it filed the verdict: that frees the key.
+            self._store.file_failure(there["_id"], self._pool, there["dispatch_id"], there["error"])
+
+    def _wait_running(self, dispatch: _Dispatch, waiter: Waiter, deadline_s: float) -> None:
+        """
+        Return once the job runs; raise what else has become of it.
+        """
+        pauses = self._pauses()
+        end_s = deadline_s + dispatch.timeout_s
+        while True:
+            now_s = time.monotonic()
+            until_s = deadline_s if now_s < deadline_s else end_s
+            if waiter.wait(pauses.next_s(until_s)) == dispatch.id:
+                return
+            try:
+                if self._is_running(dispatch):
+                    return
+                self._give_up_in_time(dispatch, deadline_s, end_s)
+            except StoreUnavailable:
+                # Not known is not decided: ask again while there is time.
+                if time.monotonic() >= end_s:
+                    raise
+
+    def _is_running(self, dispatch: _Dispatch) -> bool:
+        job = self._job(dispatch.job_id)
+        if job is not None and job["dispatch_id"] == dispatch.id:
+            if job["state"] == statements.FAILED:
+                raise self._verdict(dispatch, job["error"])
+            return bool(job["answered"] == dispatch.id)
+        result = self._store.read_one(statements.result(dispatch.id))
+        if result is not None:
+            raise self._verdict(dispatch, result["error"])
+        if self._view.refresh().state != statements.OPEN:
+            raise PoolClosed(self._pool)
+        # It ran and was stopped again before this was read.
+        return True
+
+    def _verdict(self, dispatch: _Dispatch, error: Document) -> MSchedulerError:
+        if error.get("type") != _WITHDRAWN["type"]:
+            return _handler_error(dispatch.key, error)
+        if self._view.seen.state != statements.OPEN:
+            return PoolClosed(self._pool)
+        return DispatchTimeout(dispatch.key, dispatch.timeout_s)
+
+    def _give_up_in_time(self, dispatch: _Dispatch, deadline_s: float, end_s: float) -> None:
+        now_s = time.monotonic()
+        is_open = self._view.seen.state == statements.OPEN and not self._closed.is_set()
+        if now_s < deadline_s and is_open:
+            return
+        # Marked, then removed: should the answer be lost, the mark tells what has happened.
+        withdrawn = statements.cancel(dispatch.job_id, dispatch.id, _WITHDRAWN)
+        if self._store.write(withdrawn)[0]:
+            with contextlib.suppress(StoreError):
+                # If this fails, the reapers free the key, or its next dispatch does.
+                self._store.remove(statements.remove_failed(dispatch.job_id, dispatch.id))
+            raise self._verdict(dispatch, _WITHDRAWN)
+        # A worker has it: its start is not over yet, and has as long again.
+        if now_s >= end_s and not self._is_running(dispatch):
+            stop = statements.ask_stop(dispatch.job_id, dispatch.id, dispatch.id, self._node())
+            # Nobody has it any more if its start has asked for another try just now.
+            if self._store.write(stop)[0]:
+                raise DispatchTimeout(dispatch.key, dispatch.timeout_s, started=True)
 
     # -- stop --------------------------------------------------------------------------------
 
@@ -79,38 +260,34 @@ class Requests:
         End a pending job, or leave a stop request; return the dispatch and the request's id.
         """
         while True:
-            job = self._store.read_one(statements.job(job_id, statements.STATE_OF_JOB))
-            if job is None or job["state"] == statements.FAILED:
-                raise JobNotFound(key)
+            job = self._existing_job(key)
             dispatch_id = str(job["dispatch_id"])
             if job["state"] == statements.PENDING:
                 if self._end_pending(job):
-                    self._waiters.poke(job_id)
+                    self._waiters.wake(job_id)
                     return None
             else:
                 request = statements.ask_stop(job_id, dispatch_id, stop_id, self._node())
                 self._store.write(request)
-                left = self._store.read_one(statements.job(job_id, statements.STATE_OF_JOB))
+                left = self._job(job_id)
                 if left is None or left["dispatch_id"] != dispatch_id:
                     return None
                 standing = left.get("stop")
                 if standing is not None:
                     return dispatch_id, str(standing["id"])
-            # It changed hands between the two looks.
-            if time.monotonic() >= deadline_s:
+            # It changed hands between the two statements.
+            if time.monotonic() >= deadline_s or self._closed.wait(_MOVING_S):
                 msg = f"the job {key!r} changes hands too fast to be stopped"
                 raise StoreUnavailable(msg)
-            threading.Event().wait(_MOVING_S)
 
     def _end_pending(self, job: Document) -> bool:
         if job["answered"] is not None:
             removal = statements.remove_pending(job["_id"], job["dispatch_id"])
             return self._store.remove(removal) > 0
-        error = {"type": "JobStopped", "text": "it was stopped before it started"}
-        cancelled = statements.cancel(job["_id"], job["dispatch_id"], error)
+        cancelled = statements.cancel(job["_id"], job["dispatch_id"], _STOPPED)
         if not self._store.write(cancelled)[0]:
             return False
-        self._store.file_failure(job["_id"], self._pool, job["dispatch_id"], error)
+        self._store.file_failure(job["_id"], self._pool, job["dispatch_id"], _STOPPED)
         return True
 
     def _wait_stopped(
@@ -121,14 +298,14 @@ class Requests:
         pauses = self._pauses()
         while True:
             waiter.wait(pauses.next_s(deadline_s))
-            there = self._store.read_one(statements.job(job_id, statements.STATE_OF_JOB))
+            there = self._job(job_id)
             if there is None or there["dispatch_id"] != dispatch_id:
                 return
             request = there.get("stop")
             if request is None or request["id"] != stop_id:
                 result = self._store.read_one(statements.result(stop_id))
                 if result is not None:
-                    raise handler_error(key, result["error"])
+                    raise _handler_error(key, result["error"])
             if time.monotonic() >= deadline_s:
                 msg = f"the job {key!r} was not stopped within {timeout_s:g} s"
                 raise TimeoutError(msg)
@@ -137,7 +314,7 @@ class Requests:
 
     def notify(self, key: str, payload: Any, timeout_s: float) -> None:
         frozen = codec.freeze(
-            payload, self._store.codec_options, what="payload", limit_bytes=_NOTE_LIMIT
+            payload, self._store.codec_options, what="payload", limit_bytes=statements.INBOX_BYTES
         )
         job_id = statements.full_id(self._pool, key)
         token = uuid.uuid4().hex
@@ -150,7 +327,7 @@ class Requests:
                 answer = self._store.write(statement)
             except StoreUnavailable:
                 failures += 1
-                if not pause_after(failures, deadline_s):
+                if not self._pause_after(failures, deadline_s):
                     raise
         matched, changed = answer
         if not matched:
@@ -176,11 +353,7 @@ class Requests:
         return codec.thaw(found[0], "payload", self._store.codec_options)
 
     def job_owner(self, key: str) -> str | None:
-        job_id = statements.full_id(self._pool, key)
-        job = self._store.read_one(statements.job(job_id, statements.STATE_OF_JOB))
-        if job is None or job["state"] == statements.FAILED:
-            raise JobNotFound(key)
-        owner = job["owner"]
+        owner = self._existing_job(key)["owner"]
         return None if owner is None else str(owner)
 
     def pool_workers(self) -> list[WorkerInfo]:
@@ -193,3 +366,7 @@ class Requests:
             for place in places
             if (facts := known.get(place.worker)) is not None
         ]
+
+
+def _handler_error(key: str, error: Document) -> HandlerError:
+    return HandlerError(key, str(error.get("type", "?")), str(error.get("text", "")))

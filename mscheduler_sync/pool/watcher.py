@@ -4,7 +4,9 @@ The change stream over the jobs: hints for the node's control thread and for wai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Protocol
 
 import attrs
@@ -14,12 +16,77 @@ from mscheduler_sync._runtime.service import CrashHandler
 from mscheduler_sync._storage.stream import StreamReader
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.store import PoolStore
-from mscheduler_sync.pool.waiting import Waiters
 
 _log = logger("watch")
 
 #: Shown of updates only; a whole document always has the first.
 _MAIL: Final = frozenset({"inbox_seq", "stop"})
+
+
+class Waiter:
+    """
+    One caller that waits for news of one job.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Under _changed.
+        self._news = False
+        self._answered: str | None = None
+
+    def wait(self, timeout_s: float) -> str | None:
+        """
+        Wait up to *timeout_s* seconds for news; return the dispatch that was answered, if told.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._news, max(0.0, timeout_s))
+            self._news = False
+            return self._answered
+
+    def wake(self, answered: str | None) -> None:
+        with self._changed:
+            self._news = True
+            self._answered = answered or self._answered
+            self._changed.notify_all()
+
+
+class Waiters:
+    """
+    Who waits for which job. Safe from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Under _lock.
+        self._waiters: dict[str, list[Waiter]] = {}
+
+    @contextlib.contextmanager
+    def of(self, job_id: str) -> Iterator[Waiter]:
+        waiter = Waiter()
+        with self._lock:
+            self._waiters.setdefault(job_id, []).append(waiter)
+        try:
+            yield waiter
+        finally:
+            with self._lock:
+                self._waiters[job_id].remove(waiter)
+                if not self._waiters[job_id]:
+                    del self._waiters[job_id]
+
+    def wake(self, job_id: str, answered: str | None = None) -> None:
+        """
+        There is news of a job; *answered* names a dispatch whose start has succeeded.
+        """
+        with self._lock:
+            waiters = list(self._waiters.get(job_id, ()))
+        for waiter in waiters:
+            waiter.wake(answered)
+
+    def wake_all(self) -> None:
+        with self._lock:
+            waiters = [waiter for some in self._waiters.values() for waiter in some]
+        for waiter in waiters:
+            waiter.wake(None)
 
 
 @attrs.frozen
@@ -82,7 +149,7 @@ class PoolWatcher(StreamReader):
         self._look_around()
 
     def _look_around(self) -> None:
-        self._waiters.poke_all()
+        self._waiters.wake_all()
         if self._listener is not None:
             self._listener.look_around()
 
@@ -112,4 +179,4 @@ class PoolWatcher(StreamReader):
                 )
             )
         if not is_new and state not in statements.ON_THE_WAY:
-            self._waiters.poke(job_id, answered if isinstance(answered, str) else None)
+            self._waiters.wake(job_id, answered if isinstance(answered, str) else None)
