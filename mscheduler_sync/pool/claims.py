@@ -20,11 +20,11 @@ from mscheduler_sync._runtime.service import ComponentHealth
 from mscheduler_sync._storage import codec
 from mscheduler_sync.errors import StoreError
 from mscheduler_sync.pool import statements
-from mscheduler_sync.pool.handling import Handling
 from mscheduler_sync.pool.held import HeldJob, HeldJobs
 from mscheduler_sync.pool.job import Job
 from mscheduler_sync.pool.pending import PendingJobs
 from mscheduler_sync.pool.ring import hash_of
+from mscheduler_sync.pool.runner import JobRunner
 from mscheduler_sync.pool.statements import Document, Grant
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.view import PoolView
@@ -73,15 +73,15 @@ class Claims:
         view: PoolView,
         held: HeldJobs,
         pending: PendingJobs,
-        handling: Handling,
+        runner: JobRunner,
     ) -> None:
         self._store = store
         self._pool = pool
         self._view = view
         self._held = held
         self._pending = pending
-        self._handling = handling
-        self._health: ComponentHealth = handling.health
+        self._runner = runner
+        self._health: ComponentHealth = runner.health
         self._unsettled: list[_Claim] = []
 
     def due_s(self, not_before: object) -> float:
@@ -149,11 +149,11 @@ class Claims:
                 continue
             if held.worker.is_leaving:
                 # It may have been removed while the claim was under way: nothing starts there.
-                self._handling.release(held)
+                self._runner.release(held)
                 continue
-            self._handling.start(held)
+            self._runner.start(held)
             if document.get("mail"):
-                self._handling.read_mail(held)
+                self._runner.read_inbox(held)
 
     def give_back_late(self, starting: Sequence[Document], crew: Crew) -> None:
         """
@@ -228,5 +228,5 @@ class Claims:
         if job.get("answered") is not None:
             self._store.remove(statements.remove_pending(job_id, dispatch_id))
         elif self._store.write(statements.cancel(job_id, dispatch_id, _CANCELLED))[0]:
-            self._handling.file_failure(job_id, dispatch_id, _CANCELLED)
+            self._runner.file_failure(job_id, dispatch_id, _CANCELLED)
         self._pending.discard(job_id)

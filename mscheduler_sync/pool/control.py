@@ -12,17 +12,16 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from mscheduler_sync._runtime.keyed_executor import KeyedExecutor
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync.errors import PoolClosed, StoreError
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.claims import Claims, Crew
-from mscheduler_sync.pool.handling import Handling
 from mscheduler_sync.pool.held import HeldJobs
 from mscheduler_sync.pool.pending import PendingJobs
 from mscheduler_sync.pool.reaper import Reaper
 from mscheduler_sync.pool.ring import Ring
+from mscheduler_sync.pool.runner import JobRunner
 from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.view import PoolView
@@ -54,8 +53,7 @@ class Control(Service):
         view: PoolView,
         held: HeldJobs,
         pending: PendingJobs,
-        handling: Handling,
-        executor: KeyedExecutor,
+        runner: JobRunner,
         claims: Claims,
         reaper: Reaper,
         crew: Callable[[], Crew],
@@ -71,8 +69,7 @@ class Control(Service):
         self._view = view
         self._held = held
         self._pending = pending
-        self._handling = handling
-        self._executor = executor
+        self._runner = runner
         self._claims = claims
         self._reaper = reaper
         self._crew = crew
@@ -127,7 +124,7 @@ class Control(Service):
         self._pending.wait(min(self._next_poll_s, self._next_reap_s))
         if self.stopping:
             return
-        self._executor.make_missing_thread()
+        self._runner.executor.make_missing_thread()
         self._claims.settle()
         if self._look_wanted or self._refresh_wanted or time.monotonic() >= self._next_poll_s:
             self._poll()
@@ -187,7 +184,7 @@ class Control(Service):
         for job_id in self._pending.take_mail():
             held = self._held.find(job_id)
             if held is not None:
-                self._handling.read_mail(held)
+                self._runner.read_inbox(held)
 
     def _rebalance(self) -> None:
         """
@@ -202,4 +199,4 @@ class Control(Service):
             if place is None or place.worker == held.grant.owner:
                 held.epoch = ring.epoch
             elif now_s >= held.move_again_at_s:
-                self._handling.release(held)
+                self._runner.release(held)

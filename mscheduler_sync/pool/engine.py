@@ -12,26 +12,23 @@ from typing import Any, Final
 
 from pymongo.database import Database
 
-from mscheduler_sync._runtime.keyed_executor import KeyedExecutor
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import ComponentHealth, CrashHandler, Service
-from mscheduler_sync.limits import MAX_THREADS
 from mscheduler_sync.errors import PoolClosed, StoreError
 from mscheduler_sync.events import EventHub
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.claims import Claims
 from mscheduler_sync.pool.control import Control
 from mscheduler_sync.pool.events import NodeFenced
-from mscheduler_sync.pool.handling import Handling
 from mscheduler_sync.pool.held import HeldJobs
 from mscheduler_sync.pool.job import Handler
 from mscheduler_sync.pool.lease import Lease
-from mscheduler_sync.pool.leaving import Leaving
 from mscheduler_sync.pool.membership import Membership
 from mscheduler_sync.pool.pending import PendingJobs
 from mscheduler_sync.pool.reaper import Reaper
-from mscheduler_sync.pool.reports import CloseReport
+from mscheduler_sync.pool.reports import CloseReport, ShutdownReport
 from mscheduler_sync.pool.requests import Requests
+from mscheduler_sync.pool.runner import JobRunner
 from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.view import PoolView
@@ -42,6 +39,8 @@ _log = logger("pool")
 
 #: Kept of the time of a close for the last writes, in seconds.
 _LAST_WRITES_MOST_S: Final = 1.0
+#: The other nodes of a pool that is shut down are asked for this often, in seconds.
+_SHUTDOWN_POLL_S: Final = 0.1
 
 
 class Engine:
@@ -66,7 +65,6 @@ class Engine:
         self._waiters = Waiters()
         #: Set at the end of a close, when the jobs are given up: nobody waits or tries again.
         self._closed = threading.Event()
-        self._bugs = ComponentHealth()
         self._pending = PendingJobs(settings.claim_grace_s)
         self.lease = Lease(
             self.store,
@@ -76,19 +74,18 @@ class Engine:
             on_crash=on_crash,
         )
         name = self.lease.node
-        self.executor = KeyedExecutor(name, MAX_THREADS, self._on_bug)
-        self.handling = Handling(
+        self.runner = JobRunner(
             self.store,
             settings.pool,
+            name,
             held=self.held,
             holds=self.lease.holds,
-            executor=self.executor,
             waiters=self._waiters,
             hub=hub,
             epoch=self.view.epoch,
             closed=self._closed,
         )
-        self.leaving = Leaving(self.store, settings.pool, self.held, self.handling)
+        self.executor = self.runner.executor
         self.membership = Membership(self.store, settings.pool, self.view, self.lease)
         claims = Claims(
             self.store,
@@ -96,9 +93,9 @@ class Engine:
             view=self.view,
             held=self.held,
             pending=self._pending,
-            handling=self.handling,
+            runner=self.runner,
         )
-        reaper = Reaper(self.store, settings, self.view, self.handling, claims, hub)
+        reaper = Reaper(self.store, settings, self.view, self.runner, claims, hub)
         self.control = Control(
             self.store,
             settings,
@@ -106,8 +103,7 @@ class Engine:
             view=self.view,
             held=self.held,
             pending=self._pending,
-            handling=self.handling,
-            executor=self.executor,
+            runner=self.runner,
             claims=claims,
             reaper=reaper,
             crew=self.membership.crew,
@@ -210,7 +206,8 @@ class Engine:
         components |= {
             one.component: (one.alive, one.health) for one in self.recurring if not one.stopping
         }
-        return components | {"handlers": (True, self.handling.health), "steps": (True, self._bugs)}
+        runner = self.runner
+        return components | {"handlers": (True, runner.health), "steps": (True, runner.bugs)}
 
     def _hint(self, job_id: str) -> None:
         """
@@ -218,19 +215,6 @@ class Engine:
         """
         if not self._settings.client_only:
             self._pending.add(job_id, time.monotonic())
-
-    def _on_bug(self, key: str, error: BaseException) -> None:
-        self._bugs.note_error(error)
-        _log.error(
-            "a step of a job failed with a programming error",
-            exc_info=error,
-            extra={
-                "event": "component_failed",
-                "component": "steps",
-                "task_key": key,
-                "error_type": type(error).__name__,
-            },
-        )
 
     # -- workers -----------------------------------------------------------------------------
 
@@ -245,7 +229,7 @@ class Engine:
     def remove_worker(self, worker: Worker, timeout_s: float) -> CloseReport:
         deadline_s = time.monotonic() + timeout_s
         self.membership.take_out(worker)
-        report = self.leaving.empty([worker], deadline_s, remove=False)
+        report = self.runner.empty([worker], deadline_s, remove=False)
         if not report.left:
             self.membership.forget(worker)
         return report
@@ -259,21 +243,7 @@ class Engine:
         self.membership.suspend()
         lost = self.held.begin_life()
         self._hub.publish(NodeFenced(node=old, reason=reason))
-        left = len(lost)
-        lock = threading.Lock()
-
-        def one_less() -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                done = left == 0
-            if done:
-                self.control.retire(old)
-
-        for held in lost:
-            self.handling.fence(held, one_less)
-        if not lost:
-            self.control.retire(old)
+        self.runner.fence(lost, then=lambda: self.control.retire(old))
 
     def _on_return(self) -> None:
         try:
@@ -335,7 +305,7 @@ class Engine:
             # If this fails, the reapers of others do it.
             with contextlib.suppress(StoreError):
                 self.membership.take_out(worker)
-        report = self.leaving.empty(workers, deadline_s - writes_s, remove=remove)
+        report = self.runner.empty(workers, deadline_s - writes_s, remove=remove)
         for worker in workers:
             worker.end()
         node = self.node
@@ -348,3 +318,40 @@ class Engine:
                     self.store.remove(statements.forget_worker(worker.id))
                 self.store.remove(statements.forget_node(node))
         return report
+
+    def finish_shutdown(self, own: CloseReport, deadline_s: float) -> ShutdownReport:
+        """
+        Wait for the other nodes, then remove what is left of the pool.
+        """
+        pool = self._settings.pool
+        # This node's reaper has ended with it: dead nodes are declared dead here.
+        self.store.deadline_s = float("inf")
+        waiter = threading.Event()
+        while True:
+            nodes: tuple[str, ...] = ()
+            with contextlib.suppress(StoreError):
+                there = self.store.read_one(statements.pool_document(pool))
+                if there is None or there["state"] != statements.CLOSING:
+                    # Another has finished it, and the name may be in use anew.
+                    return ShutdownReport(own)
+                for node in self._nodes_alive():
+                    self.store.write(statements.condemn(node))
+                nodes = self._nodes_alive()
+                if not nodes and not own.left:
+                    break
+            if time.monotonic() >= deadline_s:
+                return ShutdownReport(own, nodes, self._job_keys())
+            waiter.wait(_SHUTDOWN_POLL_S)
+        for removal in statements.forget_pool(pool):
+            self.store.remove(removal)
+        return ShutdownReport(own)
+
+    def _nodes_alive(self) -> tuple[str, ...]:
+        alive = self.store.read(statements.nodes_of(self._settings.pool, statements.ALIVE))
+        return tuple(node["_id"] for node in alive)
+
+    def _job_keys(self) -> tuple[str, ...]:
+        with contextlib.suppress(StoreError):
+            jobs = self.store.read(statements.jobs_of(self._settings.pool))
+            return tuple(sorted(job["key"] for job in jobs))
+        return ()

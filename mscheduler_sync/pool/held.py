@@ -84,6 +84,10 @@ class HeldJobs:
         with self._changed:
             return list(self._jobs.values())
 
+    def of(self, workers: Iterable[Worker]) -> list[HeldJob]:
+        wanted = list(workers)
+        return [held for held in self.all() if held.worker in wanted]
+
     def __len__(self) -> int:
         with self._changed:
             return len(self._jobs)
@@ -120,7 +124,7 @@ class HeldJobs:
 
     def jobs_of(self, worker: Worker) -> list[Job]:
         return sorted(
-            (held.job for held in self.all() if held.worker is worker and held.state == "running"),
+            (held.job for held in self.of([worker]) if held.state == "running"),
             key=lambda job: job.key,
         )
 

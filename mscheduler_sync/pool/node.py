@@ -235,7 +235,7 @@ class Node:
         else:
             self._engine.begin_shutdown()
             own = self._end(timeout_s, remove=True)
-        return self._engine.leaving.finish_shutdown(own, deadline_s)
+        return self._engine.finish_shutdown(own, deadline_s)
 
     def run_forever(self) -> CloseReport:
         """

@@ -15,7 +15,7 @@ from mscheduler_sync._runtime.log import logger
 from mscheduler_sync.events import EventHub
 from mscheduler_sync.pool import events, statements
 from mscheduler_sync.pool.claims import Claims, Crew
-from mscheduler_sync.pool.handling import Handling
+from mscheduler_sync.pool.runner import JobRunner
 from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
@@ -39,7 +39,7 @@ class Reaper:
         store: PoolStore,
         settings: NodeSettings,
         view: PoolView,
-        handling: Handling,
+        runner: JobRunner,
         claims: Claims,
         hub: EventHub,
     ) -> None:
@@ -47,7 +47,7 @@ class Reaper:
         self._pool = settings.pool
         self._ttl_s = settings.worker_ttl_s
         self._view = view
-        self._handling = handling
+        self._runner = runner
         self._claims = claims
         self._hub = hub
         self._buried: set[str] = set()
@@ -128,6 +128,6 @@ class Reaper:
     def _file_failures(self) -> None:
         for job in self._store.read(statements.in_state(self._pool, statements.FAILED, _PAGE)):
             error = job.get("error")
-            self._handling.file_failure(
+            self._runner.file_failure(
                 job["_id"], job["dispatch_id"], error if isinstance(error, dict) else {}
             )

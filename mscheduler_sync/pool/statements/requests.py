@@ -84,7 +84,7 @@ def pushed(job_id: str, token: str) -> Read:
     return Read("jobs", {"_id": job_id, "$or": is_there}, {"_id": 1}, limit=1)
 
 
-def mail_of(grant: Grant) -> Read:
+def inbox_of(grant: Grant) -> Read:
     return Read("jobs", grant.filter, {"stop": 1, "inbox": 1}, limit=1)
 
 

@@ -1,12 +1,15 @@
 """
 The steps of a held job's life: start, notifications, stop, release. Each runs in its key's turn.
+
+Any thread asks for a step; a thread of the handlers' takes it, after all earlier ones of its key.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from bson.raw_bson import RawBSONDocument
@@ -19,11 +22,14 @@ from mscheduler_sync._runtime.service import ComponentHealth
 from mscheduler_sync._storage import codec
 from mscheduler_sync.errors import RetryLater, StoreError
 from mscheduler_sync.events import EventHub
+from mscheduler_sync.limits import MAX_THREADS
 from mscheduler_sync.pool import events, statements
 from mscheduler_sync.pool.held import HeldJob, HeldJobs, Holds
+from mscheduler_sync.pool.reports import CloseReport
 from mscheduler_sync.pool.statements import Removal, Write
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.watcher import Waiters
+from mscheduler_sync.pool.worker import Worker
 
 _log = logger("execute")
 
@@ -31,21 +37,24 @@ _log = logger("execute")
 _RETRY_FIRST_S, _RETRY_MOST_S = 1.0, 60.0
 #: After a failed stop, a move is tried again after so many seconds.
 _MOVE_AGAIN_S: Final = 5.0
+#: At an end, it is tried again after this pause, in seconds.
+_STOP_AGAIN_S, _STOP_TRIES = 0.2, 3
+_SETTLE_S: Final = 0.1
 
 
-class Handling:
+class JobRunner:
     """
-    Calls the handlers, and writes what has become of it.
+    Calls the handlers, and writes what has become of it. *name* is the node's, for its threads.
     """
 
     def __init__(
         self,
         store: PoolStore,
         pool: str,
+        name: str,
         *,
         held: HeldJobs,
         holds: Holds,
-        executor: KeyedExecutor,
         waiters: Waiters,
         hub: EventHub,
         epoch: Callable[[], int],
@@ -55,51 +64,90 @@ class Handling:
         self._pool = pool
         self._held = held
         self._holds = holds
-        self._executor = executor
         self._waiters = waiters
         self._hub = hub
         self._epoch = epoch
         #: Once set, no write is tried again.
         self._closed = closed
+        self.executor = KeyedExecutor(name, MAX_THREADS, self._on_bug)
+        #: Of the handlers, and of the steps themselves.
         self.health = ComponentHealth()
+        self.bugs = ComponentHealth()
 
     # -- asking for steps; from any thread ---------------------------------------------------
 
     def start(self, held: HeldJob) -> None:
-        self._executor.submit(held.key, lambda: self._start(held))
+        self.executor.submit(held.key, lambda: self._start(held))
 
-    def read_mail(self, held: HeldJob) -> None:
-        self._executor.submit(held.key, lambda: self._read_mail(held))
-
-    def release(self, held: HeldJob) -> None:
+    def read_inbox(self, held: HeldJob) -> None:
         """
-        Stop the job and give it back.
+        Deliver the notifications that wait with the job, then carry out its stop request.
+        """
+        self.executor.submit(held.key, lambda: self._read_inbox(held))
+
+    def release(self, held: HeldJob, *, remove: bool = False) -> None:
+        """
+        Stop the job and give it back, or *remove* it.
         """
         held.moving = True
-        self._executor.submit(held.key, lambda: self._release(held))
+        self.executor.submit(held.key, lambda: self._release(held, remove=remove))
 
-    def end(self, held: HeldJob) -> None:
+    def fence(self, jobs: Sequence[HeldJob], then: Callable[[], None]) -> None:
         """
-        Stop the job and remove it.
+        Stop *jobs*, whose lease is over; nothing is written. *then* is called at the end of all.
         """
-        held.moving = True
-        self._executor.submit(held.key, lambda: self._end(held))
+        lock = threading.Lock()
+        left = len(jobs)
 
-    def fence(self, held: HeldJob, then: Callable[[], None]) -> None:
-        """
-        Stop the job, whose lease is over; nothing is written. *then* is called at the end.
-        """
-
-        def step() -> None:
+        def step(held: HeldJob) -> None:
+            nonlocal left
             try:
-                if held.state in {"starting", "running", "stopping"}:
-                    self._call_stop(held)
-                    self._hub.publish(events.JobLost(key=held.key, fence=held.grant.fence))
-                held.state = "gone"
+                self._fence(held)
             finally:
-                then()
+                with lock:
+                    left -= 1
+                    is_last = left == 0
+                if is_last:
+                    then()
 
-        self._executor.submit(held.key, step)
+        for held in jobs:
+            self.executor.submit(held.key, functools.partial(step, held))
+        if not jobs:
+            then()
+
+    def empty(self, workers: Sequence[Worker], deadline_s: float, *, remove: bool) -> CloseReport:
+        """
+        Stop the jobs of *workers*, which take no more; give them back, or *remove* them.
+
+        Waits for that until *deadline_s*; a stop that has failed is tried again.
+        """
+        began = self._held.of(workers)
+        # What has no running lease any more is stopped by the fence; nothing to give back.
+        jobs, tries = began, 0
+        while jobs and tries < _STOP_TRIES and time.monotonic() < deadline_s:
+            tries += 1
+            for held in jobs:
+                self.release(held, remove=remove)
+            self._wait_settled(jobs, deadline_s)
+            jobs = self._held.of(workers)
+            if jobs and time.monotonic() + _STOP_AGAIN_S < deadline_s and tries < _STOP_TRIES:
+                self._held.wait_gone(jobs, _STOP_AGAIN_S)
+        return CloseReport(
+            released=tuple(sorted(held.key for held in began if held.ended == "released")),
+            stopped=tuple(sorted(held.key for held in began if held.ended == "stopped")),
+            left=tuple(sorted(held.key for held in self._held.of(workers))),
+        )
+
+    def _wait_settled(self, jobs: Sequence[HeldJob], deadline_s: float) -> None:
+        """
+        Wait until each of *jobs* is gone, or its turn is over without success.
+        """
+        while time.monotonic() < deadline_s:
+            asked = [held for held in jobs if held.moving or held.state == "stopping"]
+            if self._held.wait_gone(jobs, min(_SETTLE_S, deadline_s - time.monotonic())):
+                return
+            if not asked:
+                return
 
     # -- start -------------------------------------------------------------------------------
 
@@ -139,7 +187,7 @@ class Handling:
         delay_s = backoff.delay_s(held.attempts + 1, first_s=_RETRY_FIRST_S, cap_s=_RETRY_MOST_S)
         if isinstance(error, RetryLater):
             delay_s = error.delay_s
-        self._complain("a handler's start has failed", "start_failed", held, error)
+        self._log_failure("a handler's start has failed", "start_failed", held, error)
         if retried:
             self._write(held, statements.postpone(held.grant, stored, round(delay_s * 1000)))
             self._held.forget(held)
@@ -157,19 +205,19 @@ class Handling:
         try:
             self._store.file_failure(job_id, self._pool, dispatch_id, error)
         except StoreError as failure:
-            # A later look at failed jobs files it.
+            # The next reading of failed jobs files it.
             self.health.note_error(failure)
         self._waiters.wake(job_id)
 
     # -- notifications and stop requests -----------------------------------------------------
 
-    def _read_mail(self, held: HeldJob) -> None:
+    def _read_inbox(self, held: HeldJob) -> None:
         if held.state != "running" or not self._may_go_on(held):
             return
         try:
-            found = self._store.read_raw(statements.mail_of(held.grant))
+            found = self._store.read_raw(statements.inbox_of(held.grant))
         except StoreError as error:
-            # The mark stays in the document; a later look finds it.
+            # The mark stays in the document; the next scan finds it.
             self.health.note_error(error)
             return
         if not found:
@@ -198,7 +246,7 @@ class Handling:
                 raise TypeError(msg)  # noqa: TRY301 - told like what a handler raises
             notify(held.key, payload)
         except BaseException as error:  # noqa: BLE001 - the job goes on
-            self._complain("a notification has failed", "notify_failed", held, error)
+            self._log_failure("a notification has failed", "notify_failed", held, error)
             self._hub.publish(events.NotifyFailed(key=held.key, error=type(error).__name__))
 
     def _stop_by_request(self, held: HeldJob, stop_id: str) -> None:
@@ -221,14 +269,18 @@ class Handling:
 
     # -- leaving -----------------------------------------------------------------------------
 
-    def _release(self, held: HeldJob) -> None:
+    def _release(self, held: HeldJob, *, remove: bool) -> None:
         held.moving = False
         if held.state not in {"claimed", "running"} or not self._may_go_on(held):
             return
-        if held.state == "running" and self._call_stop(held) is not None:
+        if held.state == "claimed":
+            self._give_back(held)
+        elif self._call_stop(held) is not None:
             held.move_again_at_s = time.monotonic() + _MOVE_AGAIN_S
-            return
-        self._give_back(held)
+        elif remove:
+            self._remove(held)
+        else:
+            self._give_back(held)
 
     def _give_back(self, held: HeldJob) -> None:
         if self._write(held, statements.release(held.grant, self._epoch())) is not None:
@@ -236,10 +288,11 @@ class Handling:
             self._hub.publish(events.JobReleased(key=held.key, fence=held.grant.fence))
         self._held.forget(held)
 
-    def _end(self, held: HeldJob) -> None:
-        held.moving = False
-        if held.state == "running" and self._may_go_on(held) and self._call_stop(held) is None:
-            self._remove(held)
+    def _fence(self, held: HeldJob) -> None:
+        if held.state in {"starting", "running", "stopping"}:
+            self._call_stop(held)
+            self._hub.publish(events.JobLost(key=held.key, fence=held.grant.fence))
+        held.state = "gone"
 
     def _call_stop(self, held: HeldJob) -> BaseException | None:
         """
@@ -251,7 +304,7 @@ class Handling:
             held.worker.handler.stop(held.key)
         except BaseException as error:  # noqa: BLE001 - told to whoever wants the stop
             held.state = before
-            self._complain("a handler's stop has failed", "stop_failed", held, error)
+            self._log_failure("a handler's stop has failed", "stop_failed", held, error)
             self._hub.publish(events.JobStopFailed(key=held.key, error=type(error).__name__))
             return error
         return None
@@ -283,7 +336,7 @@ class Handling:
             give_up=self._closed,
         )
 
-    def _complain(self, message: str, event: str, held: HeldJob, error: BaseException) -> None:
+    def _log_failure(self, message: str, event: str, held: HeldJob, error: BaseException) -> None:
         self.health.note_error(error)
         _log.error(
             message,
@@ -292,6 +345,19 @@ class Handling:
                 "event": event,
                 "worker_id": held.grant.owner,
                 "task_key": held.key,
+                "error_type": type(error).__name__,
+            },
+        )
+
+    def _on_bug(self, key: str, error: BaseException) -> None:
+        self.bugs.note_error(error)
+        _log.error(
+            "a step of a job failed with a programming error",
+            exc_info=error,
+            extra={
+                "event": "component_failed",
+                "component": "steps",
+                "task_key": key,
                 "error_type": type(error).__name__,
             },
         )
