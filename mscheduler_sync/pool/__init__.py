@@ -15,23 +15,24 @@ from mscheduler_sync.errors import (
     RetryLater,
 )
 from mscheduler_sync.pool.events import (
+    CloseReport,
+    DeadNodeRemoved,
     JobLost,
     JobReleased,
     JobStarted,
     JobStartFailed,
     JobStopFailed,
     JobStopped,
-    NodeBuried,
     NodeFenced,
+    NodeHealth,
     NodeStateChanged,
     NotifyFailed,
+    ShutdownReport,
 )
-from mscheduler_sync.pool.job import Handler, Job, WorkerInfo
 from mscheduler_sync.pool.node import Node
 from mscheduler_sync.pool.recurring import Tick, Ticker
-from mscheduler_sync.pool.reports import CloseReport, NodeHealth, ShutdownReport
 from mscheduler_sync.pool.schedule import JobPlan, Planner, Schedule, ScheduleStop
-from mscheduler_sync.pool.worker import Worker
+from mscheduler_sync.pool.workers import Handler, Job, Worker, WorkerInfo
 
 __all__ = [  # noqa: RUF022 - grouped by purpose
     "Node",
@@ -60,7 +61,7 @@ __all__ = [  # noqa: RUF022 - grouped by purpose
     "JobLost",
     "NotifyFailed",
     "NodeFenced",
-    "NodeBuried",
+    "DeadNodeRemoved",
     "NodeStateChanged",
     # errors
     "JobExists",

@@ -1,5 +1,8 @@
 """
 Takes pending jobs: many in one statement, and whose they are is read back.
+
+From a job that is due to its start the way leads down through this module: the queue,
+`Claims.claim_due`, the claim, what it has won; and on in `runner`.
 """
 
 from __future__ import annotations
@@ -7,81 +10,175 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import random
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import attrs
 from bson.raw_bson import RawBSONDocument
 
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import ComponentHealth
 from mscheduler_sync._storage import codec
 from mscheduler_sync.errors import StoreError
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.held import HeldJob, HeldJobs
-from mscheduler_sync.pool.job import Job
-from mscheduler_sync.pool.pending import PendingJobs
-from mscheduler_sync.pool.ring import hash_of
+from mscheduler_sync.pool.ring import PoolView, hash_of
 from mscheduler_sync.pool.runner import JobRunner
-from mscheduler_sync.pool.statements import Document, Grant
+from mscheduler_sync.pool.statements import Document, Ownership
 from mscheduler_sync.pool.store import PoolStore
-from mscheduler_sync.pool.view import PoolView
-from mscheduler_sync.pool.worker import Worker
+from mscheduler_sync.pool.workers import ActiveWorkers, Job
 
 _log = logger("claim")
 
+#: So many pending jobs are remembered; the others are found again by later scans.
+_MOST_QUEUED: Final = 100_000
+#: A job that could not be claimed though it is due is tried again after this, in seconds.
+_AGAIN_S: Final = 0.01
 #: A job that cannot be read waits so long, in milliseconds.
 _UNREADABLE_MS: Final = 60_000
 _CANCELLED: Final = {"type": "JobStopped", "text": "a stop was requested before it started"}
 
 
-@attrs.frozen
-class Crew:
+@attrs.define
+class _Queued:
     """
-    Who may claim, as of one life of the node: workers by their ids.
+    One job of the queue.
     """
 
-    life: int
-    node: str
-    workers: dict[str, Worker]
+    #: From when its own worker may claim it, on the monotonic clock.
+    due_s: float
+    #: Whether it was found to be another's: then only after the grace is it decided again.
+    is_decided: bool = False
+
+
+class ClaimQueue:
+    """
+    The pending jobs that this node has heard of, and a condition that wakes the control thread.
+
+    Safe from any thread.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._changed = threading.Condition()
+        # All under _changed.
+        self._jobs: dict[str, _Queued] = {}
+        self._unread: set[str] = set()
+        self._woken = False
+
+    def add(self, job_id: str, due_s: float, *, replace: bool = True) -> None:
+        """
+        A job is pending; it may be claimed from *due_s* on. Without *replace*, what is known stays.
+        """
+        with self._changed:
+            is_known = job_id in self._jobs
+            if (is_known and replace) or (not is_known and len(self._jobs) < _MOST_QUEUED):
+                self._jobs[job_id] = _Queued(due_s)
+                self._changed.notify_all()
+
+    def discard(self, job_id: str) -> None:
+        with self._changed:
+            self._jobs.pop(job_id, None)
+
+    def add_unread(self, job_id: str) -> None:
+        """
+        A stop request or notifications wait with a job.
+        """
+        with self._changed:
+            self._unread.add(job_id)
+            self._changed.notify_all()
+
+    def take_unread(self) -> list[str]:
+        with self._changed:
+            unread, self._unread = list(self._unread), set()
+            return unread
+
+    def wake(self) -> None:
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def decide_again(self) -> None:
+        """
+        The ring has changed: who may claim what is to be decided anew.
+        """
+        with self._changed:
+            for queued in self._jobs.values():
+                queued.is_decided = False
+
+    def wait(self, until_s: float) -> None:
+        """
+        Wait until something is to be done, at most until *until_s*.
+        """
+        with self._changed:
+            while not self._woken and not self._unread:
+                now_s = time.monotonic()
+                next_s = min([until_s, *(self._next_s(one) for one in self._jobs.values())])
+                if next_s <= now_s:
+                    break
+                self._changed.wait(next_s - now_s)
+            self._woken = False
+
+    def take_due(self) -> list[tuple[str, bool]]:
+        """
+        Return what is to be decided or claimed now: (id, whether anybody may claim it).
+
+        What anybody may claim is forgotten here; what only its own worker may claim is kept
+        until then.
+        """
+        now_s = time.monotonic()
+        due = []
+        with self._changed:
+            for job_id, queued in list(self._jobs.items()):
+                if now_s < self._next_s(queued):
+                    continue
+                for_anybody = now_s >= queued.due_s + self._grace_s
+                if for_anybody:
+                    del self._jobs[job_id]
+                queued.is_decided = True
+                due.append((job_id, for_anybody))
+        return due
+
+    def _next_s(self, queued: _Queued) -> float:
+        return queued.due_s + (self._grace_s if queued.is_decided else 0.0)
 
 
 @attrs.frozen
 class _Claim:
     """
-    A claim whose outcome is not known yet.
+    One claim of one worker. Its id in the documents tells later what it has won.
     """
 
-    crew: Crew
+    active: ActiveWorkers
     worker: str
     ids: Sequence[str]
-    grant: str
+    id: str = attrs.field(factory=lambda: uuid.uuid4().hex)
 
 
 class Claims:
     """
-    The claims of a node; used by its control thread alone, but for `due_s`.
+    The claims of a node; used by its control thread alone, but for the queue and `due_s`.
     """
 
     def __init__(
         self,
         store: PoolStore,
         pool: str,
+        grace_s: float,
         *,
         view: PoolView,
         held: HeldJobs,
-        pending: PendingJobs,
         runner: JobRunner,
     ) -> None:
         self._store = store
         self._pool = pool
         self._view = view
         self._held = held
-        self._pending = pending
         self._runner = runner
-        self._health: ComponentHealth = runner.health
+        self.queue = ClaimQueue(grace_s)
+        #: Claims whose outcome is not known yet.
         self._unsettled: list[_Claim] = []
 
     def due_s(self, not_before: object) -> float:
@@ -93,113 +190,79 @@ class Claims:
             return now_s
         return max(now_s, self._store.clock.monotonic_at(not_before))
 
-    def claim_due(self, crew: Crew) -> None:
+    def claim_due(self, active: ActiveWorkers) -> None:
         """
-        Claim what belongs here, or to nobody who wants it.
+        Claim what belongs to this node's workers or to nobody who wants it, and start it.
         """
-        if not crew.workers or self._view.seen.state != statements.OPEN:
+        for claim in list(self._unsettled):
+            # Its answer was lost.
+            self._settle(claim)
+        for claim in self._next_claims(active):
+            self._unsettled.append(claim)
+            statement = statements.claim(claim.ids, claim.worker, active.node, claim.id)
+            matched, _ = self._store.write(statement)
+            won = self._settle(claim, matched=matched)
+            self._after_lost_race([job_id for job_id in claim.ids if job_id not in won])
+
+    def _next_claims(self, active: ActiveWorkers) -> Iterator[_Claim]:
+        if not active.workers or self._view.seen.state != statements.OPEN:
             return
         ring = self._view.ring
         ids_of: dict[str, list[str]] = {}
-        for job_id, for_anybody in self._pending.take_due():
-            place = ring.target(hash_of(statements.name_in(self._pool, job_id)))
-            if place is not None and place.worker in crew.workers:
-                ids_of.setdefault(place.worker, []).append(job_id)
+        for job_id, for_anybody in self.queue.take_due():
+            slot = ring.target(hash_of(statements.name_in(self._pool, job_id)))
+            if slot is not None and slot.worker in active.workers:
+                ids_of.setdefault(slot.worker, []).append(job_id)
             elif for_anybody:
-                worker = random.choice(list(crew.workers))
-                ids_of.setdefault(worker, []).append(job_id)
+                ids_of.setdefault(random.choice(list(active.workers)), []).append(job_id)
         for worker, ids in ids_of.items():
             for first in range(0, len(ids), statements.MOST_IDS):
-                page = ids[first : first + statements.MOST_IDS]
-                self._claim(_Claim(crew, worker, page, uuid.uuid4().hex))
+                yield _Claim(active, worker, ids[first : first + statements.MOST_IDS])
 
-    def _claim(self, claim: _Claim) -> None:
-        self._unsettled.append(claim)
-        statement = statements.claim(claim.ids, claim.worker, claim.crew.node, claim.grant)
-        matched, _ = self._store.write(statement)
-        won = self._store.read_raw(statements.claimed(claim.ids, claim.grant)) if matched else []
+    def _settle(self, claim: _Claim, *, matched: int = 1) -> set[str]:
+        """
+        Read back what *claim* has won, and start it; return the ids.
+        """
+        won = self._store.read_raw(statements.claimed(claim.ids, claim.id)) if matched else []
         self._unsettled.remove(claim)
-        self._accept(claim, won)
-        lost = set(claim.ids) - {document["_id"] for document in won}
-        if lost:
-            self._look_again(sorted(lost))
-
-    def settle(self) -> None:
-        """
-        Find out what has become of claims whose answers were lost.
-        """
-        for claim in list(self._unsettled):
-            won = self._store.read_raw(statements.claimed(claim.ids, claim.grant))
-            self._unsettled.remove(claim)
-            self._accept(claim, won)
-
-    def _accept(self, claim: _Claim, won: Sequence[RawBSONDocument]) -> None:
         for document in won:
-            self._pending.discard(document["_id"])
-            grant = Grant(document["_id"], claim.worker, int(document["fence"]))
-            try:
-                held = self._held_from(claim, grant, document)
-            except Exception as error:  # noqa: BLE001 - one unreadable job spoils no other
-                self._set_aside(grant, error)
-                continue
-            if not self._held.add(held):
-                # Claimed by a life that is over. If this fails, the reaper does it.
-                with contextlib.suppress(StoreError):
-                    self._store.write(statements.release(grant, self._view.epoch()))
-                continue
-            if held.worker.is_leaving:
-                # It may have been removed while the claim was under way: nothing starts there.
-                self._runner.release(held)
-                continue
+            self._accept(claim, document)
+        return {document["_id"] for document in won}
+
+    def _accept(self, claim: _Claim, document: RawBSONDocument) -> None:
+        self.queue.discard(document["_id"])
+        ownership = Ownership(document["_id"], claim.worker, int(document["fence"]))
+        try:
+            held = self._held_from(claim, ownership, document)
+        except Exception as error:  # noqa: BLE001 - one unreadable job spoils no other
+            self._set_aside(ownership, error)
+            return
+        if not self._held.add(held):
+            # Claimed by a life that is over. If this fails, the reaper does it.
+            with contextlib.suppress(StoreError):
+                self._store.write(statements.release(ownership, self._view.epoch()))
+        elif held.worker.is_leaving:
+            # It may have been removed while the claim was under way: nothing starts there.
+            self._runner.release(held)
+        else:
             self._runner.start(held)
-            if document.get("mail"):
+            if document.get("unread"):
                 self._runner.read_inbox(held)
 
-    def give_back_late(self, starting: Sequence[Document], crew: Crew) -> None:
-        """
-        Give back what is *starting* under this node's name and not held: such a claim was
-        carried out after its time-out, when it was known to have taken nothing.
-        """
-        for job in starting:
-            if job["node"] != crew.node:
-                continue
-            held = self._held.find(job["_id"])
-            if held is not None and held.grant.fence == job["fence"]:
-                continue
-            # In this order: if the lease was lost meanwhile, its handlers may still be at work.
-            if self._held.life == crew.life:
-                grant = Grant(job["_id"], str(job["owner"]), int(job["fence"]))
-                self._store.write(statements.release(grant, self._view.epoch()))
-
-    def _set_aside(self, grant: Grant, error: Exception) -> None:
-        """
-        A job whose document or payload cannot be read here; maybe elsewhere, or later.
-        """
-        self._health.note_error(error)
-        _log.error(
-            "a job cannot be read",
-            exc_info=error,
-            extra={"event": "job_unreadable", "job_id": grant.job_id},
-        )
-        stored = {"type": type(error).__name__, "text": str(error)[:500]}
-        with contextlib.suppress(StoreError):
-            self._store.write(statements.postpone(grant, stored, _UNREADABLE_MS))
-
-    def _held_from(self, claim: _Claim, grant: Grant, document: RawBSONDocument) -> HeldJob:
+    def _held_from(self, claim: _Claim, ownership: Ownership, document: RawBSONDocument) -> HeldJob:
         facts: dict[str, Any] = codec.envelope(document)
-        payload = codec.thaw(document, "payload", self._store.codec_options)
         key = str(facts["key"])
         return HeldJob(
             job=Job(
                 key=key,
-                payload=payload,
-                fence=grant.fence,
+                payload=codec.thaw(document, "payload", self._store.codec_options),
+                fence=ownership.fence,
                 requeued=bool(facts["requeued"]),
                 created_at=facts["created_at"],
             ),
-            grant=grant,
-            worker=claim.crew.workers[claim.worker],
-            life=claim.crew.life,
+            ownership=ownership,
+            worker=claim.active.workers[claim.worker],
+            life=claim.active.life,
             key_hash=hash_of(key),
             dispatch_id=str(facts["dispatch_id"]),
             answered=facts["answered"] is not None,
@@ -207,18 +270,20 @@ class Claims:
             epoch=self._view.epoch(),
         )
 
-    def _look_again(self, ids: Sequence[str]) -> None:
+    # -- what was not won, or cannot be started ----------------------------------------------
+
+    def _after_lost_race(self, ids: Sequence[str]) -> None:
         """
         Jobs that were pending and could not be claimed: what are they waiting for?
         """
-        for job in self._store.read(statements.states(ids)):
+        for job in self._store.read(statements.states(ids)) if ids else ():
             if job["state"] != statements.PENDING:
-                self._pending.discard(job["_id"])
+                self.queue.discard(job["_id"])
             elif job.get("stop") is not None:
                 self.cancel(job)
             else:
-                due_s = max(self.due_s(job["not_before"]), time.monotonic() + 0.01)
-                self._pending.add(job["_id"], due_s)
+                due_s = max(self.due_s(job["not_before"]), time.monotonic() + _AGAIN_S)
+                self.queue.add(job["_id"], due_s)
 
     def cancel(self, job: Document) -> None:
         """
@@ -229,4 +294,34 @@ class Claims:
             self._store.remove(statements.remove_pending(job_id, dispatch_id))
         elif self._store.write(statements.cancel(job_id, dispatch_id, _CANCELLED))[0]:
             self._runner.file_failure(job_id, dispatch_id, _CANCELLED)
-        self._pending.discard(job_id)
+        self.queue.discard(job_id)
+
+    def give_back_late(self, starting: Sequence[Document], active: ActiveWorkers) -> None:
+        """
+        Give back what is *starting* under this node's name and not held: such a claim was
+        carried out after its time-out, when it was known to have taken nothing.
+        """
+        for job in starting:
+            if job["node"] != active.node:
+                continue
+            held = self._held.find(job["_id"])
+            if held is not None and held.ownership.fence == job["fence"]:
+                continue
+            # In this order: if the lease was lost meanwhile, its handlers may still be at work.
+            if self._held.life == active.life:
+                ownership = Ownership(job["_id"], str(job["owner"]), int(job["fence"]))
+                self._store.write(statements.release(ownership, self._view.epoch()))
+
+    def _set_aside(self, ownership: Ownership, error: Exception) -> None:
+        """
+        A job whose document or payload cannot be read here; maybe elsewhere, or later.
+        """
+        self._runner.health.note_error(error)
+        _log.error(
+            "a job cannot be read",
+            exc_info=error,
+            extra={"event": "job_unreadable", "job_id": ownership.job_id},
+        )
+        stored = {"type": type(error).__name__, "text": str(error)[:500]}
+        with contextlib.suppress(StoreError):
+            self._store.write(statements.postpone(ownership, stored, _UNREADABLE_MS))

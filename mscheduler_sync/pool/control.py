@@ -1,7 +1,7 @@
 """
 The control thread of a node: claims, stop requests, notifications, moves, the reaper.
 
-It is woken by hints, and looks for itself at every poll: hints are never needed.
+It is woken by hints, and reads for itself at every poll: hints are never needed.
 """
 
 from __future__ import annotations
@@ -16,30 +16,26 @@ from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync.errors import PoolClosed, StoreError
 from mscheduler_sync.pool import statements
-from mscheduler_sync.pool.claims import Claims, Crew
+from mscheduler_sync.pool.claims import Claims
 from mscheduler_sync.pool.held import HeldJobs
-from mscheduler_sync.pool.pending import PendingJobs
 from mscheduler_sync.pool.reaper import Reaper
-from mscheduler_sync.pool.ring import Ring
+from mscheduler_sync.pool.ring import PoolView
 from mscheduler_sync.pool.runner import JobRunner
 from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.store import PoolStore
-from mscheduler_sync.pool.view import PoolView
 from mscheduler_sync.pool.watcher import Step
+from mscheduler_sync.pool.workers import Membership
 
 _log = logger("pool")
 
-#: With an open change stream, jobs are looked for only this often, in seconds.
-_SAFETY_S: Final = 5.0
+#: With an open change stream, jobs are read only this often, in seconds.
+_SCAN_S: Final = 5.0
 _PAGE: Final = 1000
 
 
 class Control(Service):
     """
-    The control thread; see the module.
-
-    *crew* tells who may claim now, *on_closed* is called when the pool is being shut down,
-    *rejoin* when a worker is missing in the ring.
+    The control thread; see the module. *on_closed* is told that the pool is being shut down.
     """
 
     longest_pause_s = 2.0
@@ -48,18 +44,16 @@ class Control(Service):
         self,
         store: PoolStore,
         settings: NodeSettings,
-        *,
         name: str,
+        *,
         view: PoolView,
         held: HeldJobs,
-        pending: PendingJobs,
+        membership: Membership,
         runner: JobRunner,
         claims: Claims,
         reaper: Reaper,
-        crew: Callable[[], Crew],
         is_streaming: Callable[[], bool],
         on_closed: Callable[[], None],
-        tidy: Callable[[Ring], None],
         on_crash: CrashHandler,
     ) -> None:
         super().__init__("control", f"ms-pool:{name}", _log, on_crash)
@@ -68,20 +62,19 @@ class Control(Service):
         self._poll_interval_s = settings.poll_interval_s
         self._view = view
         self._held = held
-        self._pending = pending
+        self._membership = membership
         self._runner = runner
         self._claims = claims
+        self._queue = claims.queue
         self._reaper = reaper
-        self._crew = crew
         self._is_streaming = is_streaming
         self._on_closed = on_closed
-        self._tidy = tidy
         self._next_poll_s = 0.0
         self._next_scan_s = 0.0
         self._next_reap_s = 0.0
         self._is_told_closed = False
         self._refresh_wanted = False
-        self._look_wanted = True
+        self._scan_wanted = True
         self._retiring: list[str] = []
 
     # -- hints; from any thread --------------------------------------------------------------
@@ -92,63 +85,62 @@ class Control(Service):
                 return
             if isinstance(step.epoch, int) and step.epoch > self._view.epoch():
                 self._refresh_wanted = True
-            self._pending.add(step.job_id, self._claims.due_s(step.not_before))
+            self._queue.add(step.job_id, self._claims.due_s(step.not_before))
         elif step.state is not None or step.gone:
-            self._pending.discard(step.job_id)
-        if step.has_mail:
+            self._queue.discard(step.job_id)
+        if step.has_unread:
             # Whether the job is held here is asked later: its claim may be under way.
-            self._pending.add_mail(step.job_id)
+            self._queue.add_unread(step.job_id)
 
-    def look_around(self) -> None:
+    def rescan(self) -> None:
         """
-        Look for everything at once: something may have been missed, or was changed.
+        Read everything at once: something may have been missed, or was changed.
         """
-        self._look_wanted = True
-        self._pending.look_again()
-        self._pending.wake()
+        self._scan_wanted = True
+        self._queue.decide_again()
+        self._queue.wake()
 
     def retire(self, node: str) -> None:
         """
         The handlers of a life that is over have stopped: its jobs may be had at once.
         """
         self._retiring.append(node)
-        self._pending.wake()
+        self._queue.wake()
 
     def request_stop(self) -> None:
         super().request_stop()
-        self._pending.wake()
+        self._queue.wake()
 
     # -- the thread --------------------------------------------------------------------------
 
     def step(self) -> None:
-        self._pending.wait(min(self._next_poll_s, self._next_reap_s))
+        self._queue.wait(min(self._next_poll_s, self._next_reap_s))
         if self.stopping:
             return
         self._runner.executor.make_missing_thread()
-        self._claims.settle()
-        if self._look_wanted or self._refresh_wanted or time.monotonic() >= self._next_poll_s:
+        if self._scan_wanted or self._refresh_wanted or time.monotonic() >= self._next_poll_s:
             self._poll()
-        self._claims.claim_due(self._crew())
-        self._take_mail()
+        self._claims.claim_due(self._membership.active())
+        self._read_inboxes()
         if time.monotonic() >= self._next_reap_s:
-            self._next_reap_s = self._reaper.look(self._crew())
+            self._next_reap_s = self._reaper.sweep(self._membership.active())
         while self._retiring:
             node = self._retiring[0]
             self._store.write(statements.retire(node))
-            self._reaper.bury(node)
+            self._reaper.remove(node)
             self._retiring.pop(0)
 
     def on_store_error(self, error: StoreError) -> None:  # noqa: ARG002 - a hook
-        # What was taken up and not finished is found again by a look.
-        self._look_wanted = True
-        self._pending.look_again()
+        # What was taken up and not finished is found again by a scan.
+        self._scan_wanted = True
+        self._queue.decide_again()
 
     def _poll(self) -> None:
         self._store.measure_clock()
         # Before the reads: what is asked for from now on is done in another round.
-        scan = self._look_wanted or not self._is_streaming()
+        scan = self._scan_wanted or not self._is_streaming()
         scan = scan or time.monotonic() >= self._next_scan_s
-        self._refresh_wanted = self._look_wanted = False
+        self._refresh_wanted = self._scan_wanted = False
         before = self._view.epoch()
         seen = self._view.refresh()
         self._next_poll_s = time.monotonic() + self._poll_interval_s
@@ -158,30 +150,29 @@ class Control(Service):
                 self._on_closed()
             return
         if seen.ring.epoch != before:
-            self._pending.look_again()
-        crew = self._crew()
+            self._queue.decide_again()
         with contextlib.suppress(PoolClosed):
-            # A shutdown that has begun since is found by the next look.
-            self._tidy(seen.ring)
+            # A shutdown that has begun since is found by the next poll.
+            self._membership.repair(seen.ring)
         if scan:
-            self._scan(crew)
-            self._next_scan_s = time.monotonic() + _SAFETY_S
+            self._scan()
+            self._next_scan_s = time.monotonic() + _SCAN_S
         self._rebalance()
 
-    def _scan(self, crew: Crew) -> None:
+    def _scan(self) -> None:
         for job in self._store.read(statements.in_state(self._pool, statements.PENDING, _PAGE)):
             if job.get("stop") is not None:
                 self._claims.cancel(job)
             elif isinstance(job.get("not_before"), dt.datetime):
                 due_s = self._store.clock.monotonic_at(job["not_before"])
-                self._pending.add_unknown(job["_id"], due_s)
-        for job in self._store.read(statements.with_mail(self._pool, crew.node)):
-            self._pending.add_mail(job["_id"])
+                self._queue.add(job["_id"], due_s, replace=False)
+        for job in self._store.read(statements.unread(self._pool, self._membership.active().node)):
+            self._queue.add_unread(job["_id"])
 
     # -- what befalls held jobs --------------------------------------------------------------
 
-    def _take_mail(self) -> None:
-        for job_id in self._pending.take_mail():
+    def _read_inboxes(self) -> None:
+        for job_id in self._queue.take_unread():
             held = self._held.find(job_id)
             if held is not None:
                 self._runner.read_inbox(held)
@@ -195,8 +186,8 @@ class Control(Service):
         for held in self._held.all():
             if held.epoch >= ring.epoch or held.state != "running" or held.moving:
                 continue
-            place = ring.target(held.key_hash)
-            if place is None or place.worker == held.grant.owner:
+            slot = ring.target(held.key_hash)
+            if slot is None or slot.worker == held.ownership.owner:
                 held.epoch = ring.epoch
             elif now_s >= held.move_again_at_s:
                 self._runner.release(held)

@@ -1,5 +1,5 @@
 """
-The parts of a node: who hands to whom, and the order of starting and stopping.
+The components of a node: who hands to whom, and the order of starting and stopping.
 """
 
 from __future__ import annotations
@@ -19,21 +19,17 @@ from mscheduler_sync.events import EventHub
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.claims import Claims
 from mscheduler_sync.pool.control import Control
-from mscheduler_sync.pool.events import NodeFenced
+from mscheduler_sync.pool.events import CloseReport, NodeFenced, ShutdownReport
 from mscheduler_sync.pool.held import HeldJobs
-from mscheduler_sync.pool.job import Handler
 from mscheduler_sync.pool.lease import Lease
-from mscheduler_sync.pool.membership import Membership
-from mscheduler_sync.pool.pending import PendingJobs
 from mscheduler_sync.pool.reaper import Reaper
-from mscheduler_sync.pool.reports import CloseReport, ShutdownReport
 from mscheduler_sync.pool.requests import Requests
+from mscheduler_sync.pool.ring import PoolView
 from mscheduler_sync.pool.runner import JobRunner
 from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.store import PoolStore
-from mscheduler_sync.pool.view import PoolView
 from mscheduler_sync.pool.watcher import PoolWatcher, Waiters
-from mscheduler_sync.pool.worker import Worker
+from mscheduler_sync.pool.workers import Handler, Membership, Worker
 
 _log = logger("pool")
 
@@ -45,7 +41,7 @@ _SHUTDOWN_POLL_S: Final = 0.1
 
 class Engine:
     """
-    The parts of one node.
+    The components of one node.
     """
 
     def __init__(
@@ -65,7 +61,6 @@ class Engine:
         self._waiters = Waiters()
         #: Set at the end of a close, when the jobs are given up: nobody waits or tries again.
         self._closed = threading.Event()
-        self._pending = PendingJobs(settings.claim_grace_s)
         self.lease = Lease(
             self.store,
             settings,
@@ -87,29 +82,26 @@ class Engine:
         )
         self.executor = self.runner.executor
         self.membership = Membership(self.store, settings.pool, self.view, self.lease)
-        claims = Claims(
+        self.claims = Claims(
             self.store,
             settings.pool,
+            settings.claim_grace_s,
             view=self.view,
             held=self.held,
-            pending=self._pending,
             runner=self.runner,
         )
-        reaper = Reaper(self.store, settings, self.view, self.runner, claims, hub)
         self.control = Control(
             self.store,
             settings,
-            name=name,
+            name,
             view=self.view,
             held=self.held,
-            pending=self._pending,
+            membership=self.membership,
             runner=self.runner,
-            claims=claims,
-            reaper=reaper,
-            crew=self.membership.crew,
+            claims=self.claims,
+            reaper=Reaper(self.store, settings, self.view, self.runner, self.claims, hub),
             is_streaming=self.is_streaming,
             on_closed=on_pool_closed,
-            tidy=self.membership.tidy,
             on_crash=on_crash,
         )
         self._watcher: PoolWatcher | None = None
@@ -200,7 +192,7 @@ class Engine:
 
     def components(self) -> dict[str, tuple[bool, ComponentHealth]]:
         """
-        Every part by name: whether it lives, and its errors.
+        Every component by name: whether it lives, and its errors.
         """
         components = {one.component: (one.alive, one.health) for one in self._services()}
         components |= {
@@ -214,7 +206,7 @@ class Engine:
         A job was inserted by this process: the control thread need not wait for the stream.
         """
         if not self._settings.client_only:
-            self._pending.add(job_id, time.monotonic())
+            self.claims.queue.add(job_id, time.monotonic())
 
     # -- workers -----------------------------------------------------------------------------
 
@@ -223,7 +215,7 @@ class Engine:
 
     def add_worker(self, handler: Handler) -> Worker:
         worker = self.membership.add(handler, self.held.jobs_of)
-        self.control.look_around()
+        self.control.rescan()
         return worker
 
     def remove_worker(self, worker: Worker, timeout_s: float) -> CloseReport:
@@ -251,7 +243,7 @@ class Engine:
         except PoolClosed:
             # The control thread finds out and closes the node.
             return
-        self.control.look_around()
+        self.control.rescan()
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -335,7 +327,7 @@ class Engine:
                     # Another has finished it, and the name may be in use anew.
                     return ShutdownReport(own)
                 for node in self._nodes_alive():
-                    self.store.write(statements.condemn(node))
+                    self.store.write(statements.declare_dead(node))
                 nodes = self._nodes_alive()
                 if not nodes and not own.left:
                     break

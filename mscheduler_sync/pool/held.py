@@ -10,19 +10,18 @@ from typing import Literal
 
 import attrs
 
-from mscheduler_sync.pool.job import Job
-from mscheduler_sync.pool.statements import Grant
-from mscheduler_sync.pool.worker import Worker
+from mscheduler_sync.pool.statements import Ownership
+from mscheduler_sync.pool.workers import Job, Worker
 
 
 @attrs.define(eq=False)
 class HeldJob:
     """
-    One grant of a job to a worker of this node. Changed by the steps of its key alone.
+    One job, granted to a worker of this node. Changed by the steps of its key alone.
     """
 
     job: Job
-    grant: Grant
+    ownership: Ownership
     worker: Worker
     #: Which life of the node holds it; see `lease`.
     life: int
@@ -47,7 +46,7 @@ class HeldJob:
 
     @property
     def id(self) -> str:
-        return self.grant.job_id
+        return self.ownership.job_id
 
 
 class HeldJobs:

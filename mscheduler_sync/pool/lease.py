@@ -2,7 +2,7 @@
 The node's lease: renewed while it can be, given up in time when it cannot.
 
 A lease is believed until (monotonic time before the first send of the last
-acknowledged beat) + TTL - margin. Then the node stops its jobs by itself, before
+acknowledged renewal) + TTL - margin. Then the node stops its jobs by itself, before
 anybody else may start them, and comes back under another id: the dead stay dead.
 """
 
@@ -56,7 +56,7 @@ class Lease(Service):
         self._pool = settings.pool
         self._on_lost = on_lost
         self._on_return = on_return
-        self._next_beat_s = 0.0
+        self._next_renewal_s = 0.0
         self._log_throttle = LogThrottle(30.0)
 
     @property
@@ -107,7 +107,7 @@ class Lease(Service):
     def _extend(self, sent_s: float) -> None:
         with self._lock:
             self._until_s = sent_s + self._ttl_s - self._margin_s
-        self._next_beat_s = sent_s + self._ttl_s / 3
+        self._next_renewal_s = sent_s + self._ttl_s / 3
 
     def step(self) -> None:
         until_s = self.until_s
@@ -115,16 +115,16 @@ class Lease(Service):
             self._come_back()
             return
         # Not later than the end of the lease: then it is to be given up.
-        if self.pause(min(self._next_beat_s, until_s) - time.monotonic()):
+        if self.pause(min(self._next_renewal_s, until_s) - time.monotonic()):
             return
-        while not self._beat(until_s):
+        while not self._renew(until_s):
             if time.monotonic() >= until_s:
                 self._lose("the lease was not renewed in time")
                 return
             if self.pause(min(1.0, self._ttl_s / 10, until_s - time.monotonic())):
                 return
 
-    def _beat(self, until_s: float) -> bool:
+    def _renew(self, until_s: float) -> bool:
         """
         Try to renew the lease; return whether there was an answer, whatever it was.
         """
@@ -134,7 +134,7 @@ class Lease(Service):
         timeout_s = min(self._ttl_s / 3, until_s - sent_s, CALL_TIMEOUT_S)
         try:
             matched, _ = self._store.write(
-                statements.beat(self.node, self._ttl_ms), timeout_s=timeout_s
+                statements.renew_lease(self.node, self._ttl_ms), timeout_s=timeout_s
             )
         except StoreError as error:
             self._note(error)
@@ -174,5 +174,9 @@ class Lease(Service):
         if self._log_throttle.allows(type(error)):
             _log.warning(
                 "the lease could not be renewed; will try again",
-                extra={"event": "beat_failed", "worker_id": self.node, "error": str(error)},
+                extra={
+                    "event": "lease_renewal_failed",
+                    "worker_id": self.node,
+                    "error": str(error),
+                },
             )

@@ -21,13 +21,17 @@ from mscheduler_sync.events import Event, EventHub, Subscription
 from mscheduler_sync.health import ComponentReport
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.engine import Engine
-from mscheduler_sync.pool.events import NodeStateChanged
-from mscheduler_sync.pool.job import Handler, WorkerInfo, check_handler
+from mscheduler_sync.pool.events import (
+    CloseReport,
+    NodeHealth,
+    NodeState,
+    NodeStateChanged,
+    ShutdownReport,
+)
 from mscheduler_sync.pool.recurring import Tick, Ticker
-from mscheduler_sync.pool.reports import CloseReport, NodeHealth, NodeState, ShutdownReport
 from mscheduler_sync.pool.schedule import Planner, Schedule
 from mscheduler_sync.pool.settings import NodeSettings, name_of
-from mscheduler_sync.pool.worker import Worker
+from mscheduler_sync.pool.workers import Handler, Worker, WorkerInfo, check_handler
 from mscheduler_sync.run_forever import serve
 from mscheduler_sync.settings import Duration, seconds, text
 
@@ -55,7 +59,7 @@ class Node:
         dispatch_timeout: How long `dispatch` waits for a worker by default.
         max_queued_jobs: So many jobs may wait for a worker; more are refused.
         watch: False polls only and opens no change stream.
-        poll_interval: The pause between two looks at the pool.
+        poll_interval: The pause between two reads of the pool's state.
         claim_grace: A job that its worker has not taken after this time may be taken by any.
         lease_margin: How long before its end a lease is given up. Default: a tenth of
             *worker_ttl*, at least 2 s, never above a quarter.
@@ -169,7 +173,7 @@ class Node:
 
     def _warn_of_small_pool(self) -> None:
         """
-        Threads that wait for a connection beat late; say so once, before it happens.
+        A heartbeat that waits for a connection is late; say so once, before it happens.
         """
         settings, size = self._settings, self._engine.store.max_pool_size
         # A caller and the stream; lease, control and one handler.
@@ -522,7 +526,7 @@ class Node:
             jobs=len(engine.held),
             lease_left=engine.lease_left_s(),
             busy=tuple(engine.executor.busy_keys()),
-            ring_size=len(ring.places),
+            ring_size=len(ring.slots),
             ring_epoch=ring.epoch,
             components={name: report(name) for name in engine.components()},
             crash=None if crash is None else f"{crash} ({crash.__cause__!r})"[:500],

@@ -14,12 +14,13 @@ from typing import Final
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync.events import EventHub
 from mscheduler_sync.pool import events, statements
-from mscheduler_sync.pool.claims import Claims, Crew
+from mscheduler_sync.pool.claims import Claims
+from mscheduler_sync.pool.ring import PoolView
 from mscheduler_sync.pool.runner import JobRunner
 from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
-from mscheduler_sync.pool.view import PoolView
+from mscheduler_sync.pool.workers import ActiveWorkers
 
 _log = logger("pool")
 
@@ -31,7 +32,7 @@ _PAGE: Final = 1000
 
 class Reaper:
     """
-    One look after another, in the control thread.
+    One sweep after another, in the control thread.
     """
 
     def __init__(
@@ -50,46 +51,46 @@ class Reaper:
         self._runner = runner
         self._claims = claims
         self._hub = hub
-        self._buried: set[str] = set()
+        self._removed: set[str] = set()
 
-    def look(self, crew: Crew) -> float:
+    def sweep(self, active: ActiveWorkers) -> float:
         """
-        Look once, for the node of *crew*; return the monotonic time of the next look.
+        Sweep once, for the node of *active*; return the monotonic time of the next sweep.
 
         What refers to nodes is read before the nodes, so that none is missed which has
         registered meanwhile.
         """
         store, pool = self._store, self._pool
         store.measure_clock()
-        places = self._view.refresh().ring.places
+        slots = self._view.refresh().ring.slots
         workers = store.read(statements.workers_of_pool(pool))
         starting = store.read(statements.in_state(pool, statements.STARTING, _PAGE))
         alive = store.read(statements.nodes_of(pool, statements.ALIVE))
         ends = [self._end_of(node) for node in alive]
         for node, end_s in zip(alive, ends, strict=True):
             if end_s <= time.monotonic():
-                store.write(statements.condemn(node["_id"]))
+                store.write(statements.declare_dead(node["_id"]))
         dead = store.read(statements.nodes_of(pool, statements.DEAD))
         gone = {node["_id"] for node in dead}
         known = {node["_id"] for node in alive} - gone
-        stray = {one["node"] for one in [*workers, *starting]} | {one.node for one in places}
+        stray = {one["node"] for one in [*workers, *starting]} | {one.node for one in slots}
         for name in (gone | stray) - known - {None}:
-            if name not in self._buried or name in stray:
-                self.bury(name)
+            if name not in self._removed or name in stray:
+                self.remove(name)
         for node in dead:
             self._forget_in_time(node)
-        self._buried &= gone
-        self._claims.give_back_late(starting, crew)
+        self._removed &= gone
+        self._claims.give_back_late(starting, active)
         self._file_failures()
-        return self._next_look(ends)
+        return self._next_sweep(ends)
 
-    def bury(self, node: str) -> None:
+    def remove(self, node: str) -> None:
         """
         Take a dead node's workers out of the ring and give its jobs back.
         """
         store = self._store
         workers = {one["_id"] for one in store.read(statements.workers_of_node(node))}
-        workers |= {one.worker for one in self._view.ring.places if one.node == node}
+        workers |= {one.worker for one in self._view.ring.slots if one.node == node}
         for worker in sorted(workers):
             store.write(statements.leave(self._pool, worker))
         # Whoever claims these jobs must know the ring without the dead.
@@ -97,13 +98,13 @@ class Reaper:
         freed, _ = store.write(statements.release_all_of(self._pool, node, epoch))
         for worker in workers:
             store.remove(statements.forget_worker(worker))
-        self._buried.add(node)
+        self._removed.add(node)
         if workers or freed:
             _log.warning(
                 "a dead node's jobs were given back",
-                extra={"event": "node_buried", "worker_id": node, "jobs": freed},
+                extra={"event": "node_removed", "worker_id": node, "jobs": freed},
             )
-            self._hub.publish(events.NodeBuried(node=node, jobs=freed))
+            self._hub.publish(events.DeadNodeRemoved(node=node, jobs=freed))
 
     def _end_of(self, node: Document) -> float:
         end = node.get("lease_until")
@@ -111,7 +112,7 @@ class Reaper:
             return time.monotonic()
         return self._store.clock.monotonic_at(end)
 
-    def _next_look(self, ends: list[float]) -> float:
+    def _next_sweep(self, ends: list[float]) -> float:
         now_s = time.monotonic()
         # The estimate of the server's clock lags by a round trip: a little later is early enough.
         regular_s = now_s + self._ttl_s / 3

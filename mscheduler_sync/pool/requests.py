@@ -29,12 +29,12 @@ from mscheduler_sync.errors import (
     StoreUnavailable,
 )
 from mscheduler_sync.pool import statements
-from mscheduler_sync.pool.job import WorkerInfo
+from mscheduler_sync.pool.ring import PoolView
 from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
-from mscheduler_sync.pool.view import PoolView
 from mscheduler_sync.pool.watcher import Waiter, Waiters
+from mscheduler_sync.pool.workers import WorkerInfo
 
 #: The number of waiting jobs is counted anew after this long, in seconds.
 _COUNT_AGAIN_S: Final = 1.0
@@ -357,14 +357,14 @@ class Requests:
         return None if owner is None else str(owner)
 
     def pool_workers(self) -> list[WorkerInfo]:
-        places = self._view.refresh().ring.places
+        slots = self._view.refresh().ring.slots
         known = {
             one["_id"]: one for one in self._store.read(statements.workers_of_pool(self._pool))
         }
         return [
-            WorkerInfo(id=place.worker, node=place.node, created_at=facts["created_at"])
-            for place in places
-            if (facts := known.get(place.worker)) is not None
+            WorkerInfo(id=slot.worker, node=slot.node, created_at=facts["created_at"])
+            for slot in slots
+            if (facts := known.get(slot.worker)) is not None
         ]
 
 

@@ -1,13 +1,21 @@
 """
-Placement: which worker should run a key. Pure; ownership itself is decided in the database.
+Placement: which worker should run a key, and the ring that says so, as this process knows it.
+
+Ownership itself is decided in the database.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable
 from typing import Final
 
 import attrs
+
+from mscheduler_sync.pool import statements
+from mscheduler_sync.pool.statements import Document
+from mscheduler_sync.pool.store import PoolStore
 
 _POLYNOMIAL: Final = 0xC96C5795D7870F42  # ECMA-182, reflected
 _MASK: Final = 0xFFFFFFFFFFFFFFFF
@@ -49,7 +57,7 @@ def jump_hash(number: int, buckets: int) -> int:
 
 
 @attrs.frozen
-class Place:
+class Slot:
     """
     One slot of the ring.
     """
@@ -65,24 +73,22 @@ class Ring:
     """
 
     epoch: int = -1
-    places: tuple[Place, ...] = ()
+    slots: tuple[Slot, ...] = ()
 
-    def target(self, key_hash: int) -> Place | None:
+    def target(self, key_hash: int) -> Slot | None:
         """
-        Return where a key with the hash *key_hash* belongs, or None without workers.
+        Return the slot of a key with the hash *key_hash*, or None without workers.
         """
-        if not self.places:
+        if not self.slots:
             return None
-        return self.places[jump_hash(key_hash, len(self.places))]
+        return self.slots[jump_hash(key_hash, len(self.slots))]
 
-    def slot_of(self, worker: str) -> int | None:
-        for slot, place in enumerate(self.places):
-            if place.worker == worker:
-                return slot
-        return None
-
-    def nodes(self) -> set[str]:
-        return {place.node for place in self.places}
+    def number_of(self, worker: str) -> int | None:
+        """
+        Return the slot's number of *worker*, or None.
+        """
+        workers = [slot.worker for slot in self.slots]
+        return workers.index(worker) if worker in workers else None
 
 
 def hash_of(key: str) -> int:
@@ -102,3 +108,72 @@ def after_leave(workers: Iterable[str], leaving: str) -> list[str]:
         if slot < len(order):
             order[slot] = last
     return order
+
+
+@attrs.frozen
+class Seen:
+    """
+    The pool's document as it was at a time.
+    """
+
+    #: open, closing, or gone: a shutdown has removed it.
+    state: str = "open"
+    order: str = "slots"
+    ring: Ring = attrs.field(factory=Ring)
+    at_s: float = float("-inf")
+
+
+class PoolView:
+    """
+    The last reading. Safe from any thread; never goes back to an earlier ring.
+    """
+
+    def __init__(self, store: PoolStore, pool: str) -> None:
+        self._store = store
+        self._pool = pool
+        self._lock = threading.Lock()
+        # Under _lock.
+        self._seen = Seen()
+
+    @property
+    def seen(self) -> Seen:
+        with self._lock:
+            return self._seen
+
+    @property
+    def ring(self) -> Ring:
+        return self.seen.ring
+
+    def epoch(self) -> int:
+        return self.seen.ring.epoch
+
+    def refresh(self, *, older_than_s: float = 0.0) -> Seen:
+        """
+        Read the document again unless that was done within *older_than_s* seconds.
+        """
+        seen = self.seen
+        if older_than_s > 0 and time.monotonic() - seen.at_s < older_than_s:
+            return seen
+        began_s = time.monotonic()
+        document = self._store.read_one(statements.pool_document(self._pool))
+        fresh = _seen(document, began_s)
+        with self._lock:
+            if fresh.state != "open" or fresh.ring.epoch >= self._seen.ring.epoch:
+                self._seen = fresh
+            else:
+                # A slow answer, or a pool that was removed and made anew.
+                is_new_pool = began_s > self._seen.at_s
+                self._seen = fresh if is_new_pool else self._seen
+            return self._seen
+
+
+def _seen(document: Document | None, at_s: float) -> Seen:
+    if document is None:
+        return Seen(state="gone", at_s=at_s)
+    slots = tuple(Slot(str(one["worker"]), str(one["node"])) for one in document["ring"])
+    return Seen(
+        state=str(document["state"]),
+        order=str(document.get("order", "slots")),
+        ring=Ring(int(document["epoch"]), slots),
+        at_s=at_s,
+    )

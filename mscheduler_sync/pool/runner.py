@@ -24,12 +24,12 @@ from mscheduler_sync.errors import RetryLater, StoreError
 from mscheduler_sync.events import EventHub
 from mscheduler_sync.limits import MAX_THREADS
 from mscheduler_sync.pool import events, statements
+from mscheduler_sync.pool.events import CloseReport
 from mscheduler_sync.pool.held import HeldJob, HeldJobs, Holds
-from mscheduler_sync.pool.reports import CloseReport
 from mscheduler_sync.pool.statements import Removal, Write
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.watcher import Waiters
-from mscheduler_sync.pool.worker import Worker
+from mscheduler_sync.pool.workers import Worker
 
 _log = logger("execute")
 
@@ -166,7 +166,7 @@ class JobRunner:
             return
         # Before the write: who was told that it runs finds it here.
         held.state = "running"
-        matched = self._write(held, statements.started(held.grant))
+        matched = self._write(held, statements.started(held.ownership))
         if matched is None:
             # Not known to be told: the dispatcher finds out, and the end of the lease stops it.
             return
@@ -177,7 +177,7 @@ class JobRunner:
         held.attempts = 0
         self._waiters.wake(held.id, held.dispatch_id)
         self._hub.publish(
-            events.JobStarted(key=held.key, fence=held.grant.fence, requeued=held.job.requeued)
+            events.JobStarted(key=held.key, fence=held.ownership.fence, requeued=held.job.requeued)
         )
 
     def _after_failed_start(self, held: HeldJob, error: BaseException) -> None:
@@ -189,10 +189,10 @@ class JobRunner:
             delay_s = error.delay_s
         self._log_failure("a handler's start has failed", "start_failed", held, error)
         if retried:
-            self._write(held, statements.postpone(held.grant, stored, round(delay_s * 1000)))
+            self._write(held, statements.postpone(held.ownership, stored, round(delay_s * 1000)))
             self._held.forget(held)
         else:
-            failed = self._write(held, statements.fail(held.grant, stored))
+            failed = self._write(held, statements.fail(held.ownership, stored))
             self._held.forget(held)
             if failed:
                 self.file_failure(held.id, held.dispatch_id, stored)
@@ -215,7 +215,7 @@ class JobRunner:
         if held.state != "running" or not self._may_go_on(held):
             return
         try:
-            found = self._store.read_raw(statements.inbox_of(held.grant))
+            found = self._store.read_raw(statements.inbox_of(held.ownership))
         except StoreError as error:
             # The mark stays in the document; the next scan finds it.
             self.health.note_error(error)
@@ -236,7 +236,7 @@ class JobRunner:
             last = message["seq"]
             self._notify(held, codec.thaw(message, "payload", self._store.codec_options))
         if last is not None:
-            self._write(held, statements.took(held.grant, last))
+            self._write(held, statements.took(held.ownership, last))
 
     def _notify(self, held: HeldJob, payload: Any) -> None:
         notify = getattr(held.worker.handler, "notify", None)
@@ -257,13 +257,13 @@ class JobRunner:
         name, text = name_and_text(error)
         stored = {"type": name, "text": text}
         self._write(held, statements.put_result(stop_id, self._pool, held.key, stored))
-        self._write(held, statements.stop_failed(held.grant, stop_id))
+        self._write(held, statements.stop_failed(held.ownership, stop_id))
         self._waiters.wake(held.id)
 
     def _remove(self, held: HeldJob) -> None:
-        if self._write(held, statements.remove_owned(held.grant)) is not None:
+        if self._write(held, statements.remove_owned(held.ownership)) is not None:
             held.ended = "stopped"
-            self._hub.publish(events.JobStopped(key=held.key, fence=held.grant.fence))
+            self._hub.publish(events.JobStopped(key=held.key, fence=held.ownership.fence))
         self._held.forget(held)
         self._waiters.wake(held.id)
 
@@ -283,15 +283,15 @@ class JobRunner:
             self._give_back(held)
 
     def _give_back(self, held: HeldJob) -> None:
-        if self._write(held, statements.release(held.grant, self._epoch())) is not None:
+        if self._write(held, statements.release(held.ownership, self._epoch())) is not None:
             held.ended = "released"
-            self._hub.publish(events.JobReleased(key=held.key, fence=held.grant.fence))
+            self._hub.publish(events.JobReleased(key=held.key, fence=held.ownership.fence))
         self._held.forget(held)
 
     def _fence(self, held: HeldJob) -> None:
         if held.state in {"starting", "running", "stopping"}:
             self._call_stop(held)
-            self._hub.publish(events.JobLost(key=held.key, fence=held.grant.fence))
+            self._hub.publish(events.JobLost(key=held.key, fence=held.ownership.fence))
         held.state = "gone"
 
     def _call_stop(self, held: HeldJob) -> BaseException | None:
@@ -319,7 +319,7 @@ class JobRunner:
         )
         self._call_stop(held)
         self._held.forget(held)
-        self._hub.publish(events.JobLost(key=held.key, fence=held.grant.fence))
+        self._hub.publish(events.JobLost(key=held.key, fence=held.ownership.fence))
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class JobRunner:
             exc_info=error,
             extra={
                 "event": event,
-                "worker_id": held.grant.owner,
+                "worker_id": held.ownership.owner,
                 "task_key": held.key,
                 "error_type": type(error).__name__,
             },

@@ -13,7 +13,7 @@ from mscheduler_sync.settings import choice, seconds, text, whole
 
 Order = Literal["slots", "created"]
 
-#: A third of it, at most, passes between two beats.
+#: A third of it, at most, passes between two renewals of the lease.
 SHORTEST_TTL_S: Final = 0.1
 _MAX_NAME_BYTES: Final = 200
 _LEAST_MARGIN_S: Final = 2.0

@@ -20,7 +20,7 @@ from mscheduler_sync.pool.store import PoolStore
 _log = logger("watch")
 
 #: Shown of updates only; a whole document always has the first.
-_MAIL: Final = frozenset({"inbox_seq", "stop"})
+_UNREAD: Final = frozenset({"inbox_seq", "stop"})
 
 
 class Waiter:
@@ -100,7 +100,7 @@ class Step:
     state: str | None
     gone: bool = False
     is_new: bool = False
-    has_mail: bool = False
+    has_unread: bool = False
     #: A date, in a healthy document.
     not_before: object = None
     epoch: object = None
@@ -113,7 +113,7 @@ class Listener(Protocol):
 
     def note(self, step: Step) -> None: ...
 
-    def look_around(self) -> None: ...
+    def rescan(self) -> None: ...
 
 
 class PoolWatcher(StreamReader):
@@ -143,15 +143,15 @@ class PoolWatcher(StreamReader):
         self._listener = listener
 
     def on_open(self) -> None:
-        self._look_around()
+        self._rescan()
 
     def on_close(self) -> None:
-        self._look_around()
+        self._rescan()
 
-    def _look_around(self) -> None:
+    def _rescan(self) -> None:
         self._waiters.wake_all()
         if self._listener is not None:
-            self._listener.look_around()
+            self._listener.rescan()
 
     def take(self, event: Mapping[str, Any]) -> None:
         document_key = event.get("documentKey")
@@ -166,6 +166,7 @@ class PoolWatcher(StreamReader):
             fields = {}
         state, answered = fields.get("state"), fields.get("answered")
         is_new = event.get("operationType") == "insert"
+        has_unread = fields.get("unread") is True or not fields.keys().isdisjoint(_UNREAD)
         if self._listener is not None:
             self._listener.note(
                 Step(
@@ -173,7 +174,7 @@ class PoolWatcher(StreamReader):
                     state if isinstance(state, str) else None,
                     gone=event.get("operationType") == "delete",
                     is_new=is_new,
-                    has_mail=fields.get("mail") is True or not fields.keys().isdisjoint(_MAIL),
+                    has_unread=has_unread,
                     not_before=fields.get("not_before"),
                     epoch=fields.get("epoch"),
                 )

@@ -179,7 +179,7 @@ def test_a_claim_that_is_carried_out_late_is_given_back(
     worker = node.add_worker(Member(recorder))
     now = worker.created_at
     job = statements.new_job("p", "a", 1, now=now, dispatch_id="d", node="x", epoch=0)
-    taken = {"state": "starting", "owner": worker.id, "node": node.id, "grant": "late"}
+    taken = {"state": "starting", "owner": worker.id, "node": node.id, "claim_id": "late"}
     database.pool_jobs.insert_one({**job, **taken, "fence": Int64(7)})
     wait_until(lambda: recorder.of("a") == [("start", 1)], "the job is started")
     wait_until(lambda: node.job_owner("a") == worker.id, "the job runs")
@@ -529,7 +529,7 @@ def test_a_short_time_out_is_kept(
     own: MongoClient[Document]
     with MongoClient(server_uri, appname="silent", retryWrites=False) as own:
         store = PoolStore(own[database.name], "pool_")
-        store.write(statements.beat("n", 1000))
+        store.write(statements.renew_lease("n", 1000))
         with fail_point(
             client, ["update"], "alwaysOn", appName="silent", blockConnection=True, blockTimeMS=1000
         ):
@@ -537,6 +537,6 @@ def test_a_short_time_out_is_kept(
             for _ in range(3):
                 began_s = time.monotonic()
                 with pytest.raises(StoreUnavailable):
-                    store.write(statements.beat("n", 1000), timeout_s=0.1)
+                    store.write(statements.renew_lease("n", 1000), timeout_s=0.1)
                 took.append(time.monotonic() - began_s)
     assert min(took) < 0.4

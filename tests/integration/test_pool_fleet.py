@@ -16,19 +16,19 @@ from pymongo.database import Database
 
 from mscheduler_sync import MSchedulerError
 from mscheduler_sync.pool import (
+    DeadNodeRemoved,
     HandlerError,
     Job,
     JobExists,
     JobNotFound,
     JobPlan,
     Node,
-    NodeBuried,
     PoolClosed,
     ScheduleStop,
     Tick,
     Worker,
 )
-from mscheduler_sync.pool.ring import Place, Ring, hash_of
+from mscheduler_sync.pool.ring import Ring, Slot, hash_of
 from tests.support import Document, wait_until
 from tests.support.pool_invariants import Member, Recorder, broken, owners
 
@@ -78,8 +78,8 @@ def targets(database: Database[Document], keys: list[str]) -> dict[str, str | No
     """
     document = database.pool_pools.find_one({"_id": "p"})
     assert document is not None
-    places = tuple(Place(one["worker"], one["node"]) for one in document["ring"])
-    ring = Ring(document["epoch"], places)
+    slots = tuple(Slot(one["worker"], one["node"]) for one in document["ring"])
+    ring = Ring(document["epoch"], slots)
     found = {key: ring.target(hash_of(key)) for key in keys}
     return {key: None if place is None else place.worker for key, place in found.items()}
 
@@ -331,9 +331,9 @@ def test_a_stop_that_hangs_does_not_hold_the_close(
         assert time.monotonic() - began < 2.5
         assert report.left == ("a",)
         assert any("ms-exec" in name for name in report.threads)
-        with second.subscribe(NodeBuried) as buried:
+        with second.subscribe(DeadNodeRemoved) as removed:
             second.add_worker(Handler("second"))
-            assert isinstance(buried.get(10), NodeBuried)
+            assert isinstance(removed.get(10), DeadNodeRemoved)
         wait_until(lambda: len(starts) == 2, "the job is started elsewhere")
         assert [name for name, _ in starts] == ["first", "second"]
     finally:

@@ -13,12 +13,12 @@ from bson.int64 import Int64
 from pymongo.database import Database
 
 from mscheduler_sync.pool import statements
-from mscheduler_sync.pool.statements import Grant, Removal, Write
+from mscheduler_sync.pool.statements import Ownership, Removal, Write
 from mscheduler_sync.pool.store import PoolStore
 from tests.support import Document, wait_until
 
 JOB = "p\x1fa"
-GRANT = Grant(JOB, "n.1", 7)
+OWNERSHIP = Ownership(JOB, "n.1", 7)
 ERROR = {"type": "OSError", "text": "no"}
 HOUR = dt.timedelta(hours=1)
 
@@ -52,20 +52,20 @@ OWNED: Document = {
     "state": "starting",
     "owner": "n.1",
     "node": "n",
-    "grant": "g",
+    "claim_id": "g",
     "fence": Int64(7),
     "stop": {"id": "s"},
     "inbox": [{"seq": 1, "token": "t", "payload": 1, "size": 5}],
     "inbox_seq": 1,
-    "mail": True,
+    "unread": True,
 }
-FENCED: dict[str, Callable[[Grant], Write | Removal]] = {
+FENCED: dict[str, Callable[[Ownership], Write | Removal]] = {
     "started": statements.started,
-    "release": lambda grant: statements.release(grant, 1),
-    "postpone": lambda grant: statements.postpone(grant, ERROR, 1000),
-    "fail": lambda grant: statements.fail(grant, ERROR),
-    "stop_failed": lambda grant: statements.stop_failed(grant, "s"),
-    "took": lambda grant: statements.took(grant, 1),
+    "release": lambda owned: statements.release(owned, 1),
+    "postpone": lambda owned: statements.postpone(owned, ERROR, 1000),
+    "fail": lambda owned: statements.fail(owned, ERROR),
+    "stop_failed": lambda owned: statements.stop_failed(owned, "s"),
+    "took": lambda owned: statements.took(owned, 1),
     "remove_owned": statements.remove_owned,
 }
 
@@ -79,24 +79,24 @@ def run(store: PoolStore, statement: Write | Removal) -> int:
 
 @pytest.mark.parametrize("name", FENCED)
 @pytest.mark.parametrize(
-    ("grant", "does_it"),
+    ("owned", "does_it"),
     [
-        (GRANT, True),
-        (Grant(JOB, "n.1", 6), False),
-        (Grant(JOB, "n.1", 8), False),
-        (Grant(JOB, "m.1", 7), False),
-        (Grant("p\x1fb", "n.1", 7), False),
+        (OWNERSHIP, True),
+        (Ownership(JOB, "n.1", 6), False),
+        (Ownership(JOB, "n.1", 8), False),
+        (Ownership(JOB, "m.1", 7), False),
+        (Ownership("p\x1fb", "n.1", 7), False),
     ],
-    ids=["the owner", "an older grant", "a newer grant", "another owner", "another job"],
+    ids=["the owner", "an older claim", "a newer claim", "another owner", "another job"],
 )
 def test_an_owners_writes_are_fenced(
-    store: PoolStore, database: Database[Document], name: str, grant: Grant, does_it: bool
+    store: PoolStore, database: Database[Document], name: str, owned: Ownership, does_it: bool
 ) -> None:
     """
-    By owner and fence: what comes from an earlier grant, even to the same worker, does nothing.
+    By owner and fence: what comes from an earlier claim, even to the same worker, does nothing.
     """
     before = put_job(store, database, **OWNED)
-    assert run(store, FENCED[name](grant)) == does_it
+    assert run(store, FENCED[name](owned)) == does_it
     assert (database.pool_jobs.find_one({"_id": JOB}) == before) is not does_it
 
 
@@ -116,7 +116,7 @@ def test_only_what_waits_is_claimed(
     store: PoolStore, database: Database[Document], fields: Document, does_it: bool
 ) -> None:
     """
-    Then owner, node and grant are set, and the fence is larger than any before it.
+    Then owner, node and the claim's id are set, and the fence is larger than any before it.
     """
     before = put_job(store, database, fence=Int64(5), **fields)
     store.write(statements.claim([JOB], "n.1", "n", "g"))
@@ -149,17 +149,17 @@ def test_what_travels_with_a_job(store: PoolStore, database: Database[Document],
     """
     put_job(store, database, **OWNED)
     statement: dict[str, Write] = {
-        "release": statements.release(GRANT, 3),
+        "release": statements.release(OWNERSHIP, 3),
         "release_all_of": statements.release_all_of("p", "n", 3),
-        "postpone": statements.postpone(GRANT, ERROR, 1000),
+        "postpone": statements.postpone(OWNERSHIP, ERROR, 1000),
     }
     assert store.write(statement[how])[0] == 1
     job = the_job(database)
     assert (job["state"], job["owner"], job["node"], job["requeued"]) == (
         *("pending", None, None, True),
     )
-    assert {name: job[name] for name in ("stop", "inbox", "mail", "fence")} == {
-        name: OWNED[name] for name in ("stop", "inbox", "mail", "fence")
+    assert {name: job[name] for name in ("stop", "inbox", "unread", "fence")} == {
+        name: OWNED[name] for name in ("stop", "inbox", "unread", "fence")
     }
     assert job["payload"] == 1
     assert job["epoch"] == (0 if how == "postpone" else 3)
@@ -186,11 +186,11 @@ def test_a_node_is_declared_dead_by_the_servers_clock(
     """
     end = store.clock.now() - ago
     database.pool_nodes.insert_one({"_id": "n", "pool": "p", "state": "alive", "lease_until": end})
-    store.write(statements.condemn("n"))
+    store.write(statements.declare_dead("n"))
     node = database.pool_nodes.find_one({"_id": "n"})
     assert node is not None
     assert node["state"] == state
-    assert store.write(statements.beat("n", 1000))[0] == (state == "alive")
+    assert store.write(statements.renew_lease("n", 1000))[0] == (state == "alive")
     # A longer lease is not made shorter.
     node = database.pool_nodes.find_one({"_id": "n"})
     assert node is not None
@@ -210,7 +210,7 @@ def test_a_notification_is_stored_once_and_within_limits(
     assert store.write(statements.push(JOB, "t2", "x", 1)) == (1, 0)
     job = the_job(database)
     assert [one["token"] for one in job["inbox"]] == ["t0", "t1"]
-    assert (job["inbox_seq"], job["mail"]) == (2, True)
+    assert (job["inbox_seq"], job["unread"]) == (2, True)
     assert store.read(statements.pushed(JOB, "t0"))
     assert not store.read(statements.pushed(JOB, "t2"))
     many = [{"seq": n, "token": f"m{n}", "payload": n, "size": 1} for n in range(1, 1000)]
@@ -295,10 +295,10 @@ def test_what_a_change_stream_tells(
     with database.pool_jobs.watch(pipeline, max_await_time_ms=100) as stream:
         put_job(store, database)
         store.write(statements.claim([JOB], "n.1", "n", "g"))
-        grant = Grant(JOB, "n.1", int(the_job(database)["fence"]))
-        store.write(statements.started(grant))
+        owned = Ownership(JOB, "n.1", int(the_job(database)["fence"]))
+        store.write(statements.started(owned))
         store.write(statements.ask_stop(JOB, "d", "s", "n"))
-        store.remove(statements.remove_owned(grant))
+        store.remove(statements.remove_owned(owned))
 
         def is_over() -> bool:
             event = stream.try_next()

@@ -112,8 +112,8 @@ def broken(database: Database[Document], pool: str, prefix: str = "pool_") -> li
         numbers = [message["seq"] for message in job["inbox"]]
         if numbers != sorted(set(numbers)) or (numbers and numbers[-1] > job["inbox_seq"]):
             wrong.append(f"the inbox of {key} is not in order")
-        if numbers and not job["mail"]:
-            wrong.append(f"the mail of {key} is not marked")
+        if numbers and not job["unread"]:
+            wrong.append(f"the inbox of {key} is not marked as unread")
     for document in database[f"{prefix}pools"].find({"_id": pool}):
         workers = [place["worker"] for place in document["ring"]]
         if len(workers) != len(set(workers)):

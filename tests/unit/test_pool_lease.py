@@ -82,7 +82,7 @@ def test_a_lease_is_believed_from_before_it_was_asked_for() -> None:
     assert not lease.holds(0)
 
 
-def test_a_beat_extends_the_lease() -> None:
+def test_a_renewal_extends_the_lease() -> None:
     """
     And a failed one leaves it as it is.
     """
@@ -90,23 +90,23 @@ def test_a_beat_extends_the_lease() -> None:
     lease = lease_of(store, Lost(), 3600, 0)
     lease.register()
     first_s = lease.until_s
-    assert not lease._beat(first_s)
+    assert not lease._renew(first_s)
     assert lease.until_s == first_s
-    assert lease._beat(first_s)
+    assert lease._renew(first_s)
     assert lease.until_s > first_s
     assert lease.holds(0)
 
 
-def test_no_beat_outlasts_the_lease() -> None:
+def test_no_renewal_outlasts_the_lease() -> None:
     """
     It may take as long as the lease is believed, and after that none is sent.
     """
     store = ScriptedStore(1, StoreUnavailable("down"))
     lease = lease_of(store, Lost(), 3600, 0)
     lease.register()
-    assert not lease._beat(time.monotonic() + 0.25)
+    assert not lease._renew(time.monotonic() + 0.25)
     assert store.asked[-1][1] <= 0.25
-    assert not lease._beat(time.monotonic())
+    assert not lease._renew(time.monotonic())
     assert len(store.asked) == 2
 
 

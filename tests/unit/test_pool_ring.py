@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mscheduler_sync.pool.ring import Place, Ring, after_leave, crc64, hash_of, jump_hash
+from mscheduler_sync.pool.ring import Ring, Slot, after_leave, crc64, hash_of, jump_hash
 
 SIZES = (1, 2, 3, 4, 5, 8, 16, 100)
 BUCKETS = {
@@ -54,8 +54,8 @@ def test_few_keys_move_whichever_worker_leaves(leaving: int) -> None:
     workers = [f"w{n}" for n in range(10)]
     rest = after_leave(workers, f"w{leaving}")
     assert sorted(rest) == sorted(set(workers) - {f"w{leaving}"})
-    before = Ring(1, tuple(Place(name, "n") for name in workers))
-    after = Ring(2, tuple(Place(name, "n") for name in rest))
+    before = Ring(1, tuple(Slot(name, "n") for name in workers))
+    after = Ring(2, tuple(Slot(name, "n") for name in rest))
     hashes = [hash_of(f"key-{n}") for n in range(4000)]
     moved = sum(before.target(one) != after.target(one) for one in hashes)
     assert 0.05 < moved / len(hashes) < 0.25
@@ -66,7 +66,7 @@ def test_an_empty_ring_has_no_target() -> None:
     Without workers there is no place for any key.
     """
     assert Ring().target(hash_of("a")) is None
-    assert Ring(1, (Place("w", "n"),)).slot_of("other") is None
+    assert Ring(1, (Slot("w", "n"),)).number_of("other") is None
 
 
 def test_nobody_leaves_a_ring_twice() -> None:

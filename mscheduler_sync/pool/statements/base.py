@@ -37,7 +37,7 @@ INDEXES: Final[list[tuple[Where, list[tuple[str, int]], Document]]] = [
     ("workers", [("pool", 1)], {"name": "pool"}),
     ("workers", [("node", 1)], {"name": "node"}),
     ("jobs", [("pool", 1), ("state", 1), ("not_before", 1)], {"name": "pool_state_not_before"}),
-    ("jobs", [("pool", 1), ("node", 1), ("mail", 1)], {"name": "pool_node_mail"}),
+    ("jobs", [("pool", 1), ("node", 1), ("unread", 1)], {"name": "pool_node_unread"}),
     ("results", [("expire_at", 1)], {"name": "expire_at", "expireAfterSeconds": 0}),
 ]
 

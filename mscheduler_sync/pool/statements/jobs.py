@@ -53,7 +53,7 @@ def new_job(
         "state": PENDING,
         "owner": None,
         "node": None,
-        "grant": None,
+        "claim_id": None,
         "fence": Int64(0),
         "epoch": Int64(epoch),
         "requeued": False,
@@ -67,7 +67,7 @@ def new_job(
         "inbox": [],
         "inbox_seq": Int64(0),
         "inbox_token": None,
-        "mail": False,
+        "unread": False,
     }
 
 
@@ -87,7 +87,7 @@ STATE_OF_JOB: Final[Document] = {
 }
 
 
-def claim(ids: Sequence[str], worker: str, node: str, grant: str) -> Write:
+def claim(ids: Sequence[str], worker: str, node: str, claim_id: str) -> Write:
     """
     Take pending jobs that are due. The fence grows, also over removal and a new dispatch.
     """
@@ -100,7 +100,7 @@ def claim(ids: Sequence[str], worker: str, node: str, grant: str) -> Write:
                 "state": STARTING,
                 "owner": x.literal(worker),
                 "node": x.literal(node),
-                "grant": x.literal(grant),
+                "claim_id": x.literal(claim_id),
                 # Server time in ms: larger than any fence of an earlier job under this key.
                 "fence": {"$max": [{"$add": ["$fence", 1]}, {"$toLong": "$$NOW"}]},
             },
@@ -109,8 +109,8 @@ def claim(ids: Sequence[str], worker: str, node: str, grant: str) -> Write:
     )
 
 
-def claimed(ids: Sequence[str], grant: str) -> Read:
-    return Read("jobs", {"_id": one_or_in(ids), "grant": grant}, {"inbox": 0}, limit=len(ids))
+def claimed(ids: Sequence[str], claim_id: str) -> Read:
+    return Read("jobs", {"_id": one_or_in(ids), "claim_id": claim_id}, {"inbox": 0}, limit=len(ids))
 
 
 def states(ids: Sequence[str]) -> Read:
@@ -118,7 +118,7 @@ def states(ids: Sequence[str]) -> Read:
 
 
 @attrs.frozen
-class Grant:
+class Ownership:
     """
     What fences an owner's writes.
     """
@@ -132,13 +132,13 @@ class Grant:
         return {"_id": self.job_id, "owner": self.owner, "fence": self.fence}
 
 
-def started(grant: Grant) -> Write:
+def started(owned: Ownership) -> Write:
     """
     The handler's start has returned; whoever dispatched the job is answered by this.
     """
     return Write(
         "jobs",
-        {**grant.filter, "state": {"$in": [STARTING, RUNNING]}},
+        {**owned.filter, "state": {"$in": [STARTING, RUNNING]}},
         changed(
             state=RUNNING,
             answered="$dispatch_id",
@@ -154,18 +154,18 @@ def _freed(not_before: x.Expr, **more: x.Expr) -> list[x.Stage]:
         state=PENDING,
         owner=None,
         node=None,
-        grant=None,
+        claim_id=None,
         requeued=True,
         not_before=not_before,
         **more,
     )
 
 
-def release(grant: Grant, epoch: int) -> Write:
+def release(owned: Ownership, epoch: int) -> Write:
     """
     Give a job back for others; its handler has stopped. *epoch*: the ring that says to whom.
     """
-    return Write("jobs", grant.filter, _freed(x.NOW, epoch={"$max": ["$epoch", Int64(epoch)]}))
+    return Write("jobs", owned.filter, _freed(x.NOW, epoch={"$max": ["$epoch", Int64(epoch)]}))
 
 
 def release_all_of(pool: str, node: str, epoch: int) -> Write:
@@ -180,13 +180,13 @@ def release_all_of(pool: str, node: str, epoch: int) -> Write:
     )
 
 
-def postpone(grant: Grant, error: Mapping[str, str] | None, delay_ms: int) -> Write:
+def postpone(owned: Ownership, error: Mapping[str, str] | None, delay_ms: int) -> Write:
     """
     A start has failed, or asked for another try: the job waits, then anybody may claim it.
     """
     return Write(
         "jobs",
-        grant.filter,
+        owned.filter,
         _freed(
             x.server_now_plus(delay_ms),
             attempts={"$add": ["$attempts", 1]},
@@ -195,11 +195,11 @@ def postpone(grant: Grant, error: Mapping[str, str] | None, delay_ms: int) -> Wr
     )
 
 
-def fail(grant: Grant, error: Mapping[str, str]) -> Write:
+def fail(owned: Ownership, error: Mapping[str, str]) -> Write:
     """
     The first start of a dispatched job has failed: the verdict, until it is filed.
     """
-    return Write("jobs", {**grant.filter, "state": STARTING}, _failed(error))
+    return Write("jobs", {**owned.filter, "state": STARTING}, _failed(error))
 
 
 def cancel(job_id: str, dispatch_id: str, error: Mapping[str, str]) -> Write:
@@ -218,8 +218,8 @@ def _failed(error: Mapping[str, str]) -> list[x.Stage]:
         state=FAILED,
         owner=None,
         node=None,
-        grant=None,
-        mail=False,
+        claim_id=None,
+        unread=False,
         error=x.literal(dict(error)),
     )
 
@@ -232,8 +232,8 @@ def remove_pending(job_id: str, dispatch_id: str) -> Removal:
     return Removal("jobs", {"_id": job_id, "state": PENDING, "dispatch_id": dispatch_id})
 
 
-def remove_owned(grant: Grant) -> Removal:
-    return Removal("jobs", grant.filter)
+def remove_owned(owned: Ownership) -> Removal:
+    return Removal("jobs", owned.filter)
 
 
 def put_result(request_id: str, pool: str, key: str, error: Mapping[str, str]) -> Write:

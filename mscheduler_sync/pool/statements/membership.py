@@ -133,15 +133,15 @@ def register_node(node: str, pool: str, ttl_ms: int, facts: Mapping[str, Any]) -
     )
 
 
-def beat(node: str, ttl_ms: int) -> Write:
+def renew_lease(node: str, ttl_ms: int) -> Write:
     """
     Extend the lease of a living node; it never moves back. Matching nothing means dead.
     """
     end = {"$max": ["$lease_until", x.server_now_plus(ttl_ms)]}
-    return Write("nodes", {"_id": node, "state": ALIVE}, changed(lease_until=end, beat=x.NOW))
+    return Write("nodes", {"_id": node, "state": ALIVE}, changed(lease_until=end, renewed_at=x.NOW))
 
 
-def condemn(node: str) -> Write:
+def declare_dead(node: str) -> Write:
     """
     Declare a node dead whose lease has ended by the server's clock. For good.
     """

@@ -21,7 +21,7 @@ from mscheduler_sync.pool.statements.base import (
     changed,
     only_if,
 )
-from mscheduler_sync.pool.statements.jobs import STATE_OF_JOB, Grant
+from mscheduler_sync.pool.statements.jobs import STATE_OF_JOB, Ownership
 
 
 def ask_stop(job_id: str, dispatch_id: str, stop_id: str, by: str) -> Write:
@@ -32,15 +32,15 @@ def ask_stop(job_id: str, dispatch_id: str, stop_id: str, by: str) -> Write:
     return Write(
         "jobs",
         {"_id": job_id, "dispatch_id": dispatch_id, "state": {"$in": [STARTING, RUNNING]}},
-        changed(stop={"$ifNull": ["$stop", request]}, mail=True),
+        changed(stop={"$ifNull": ["$stop", request]}, unread=True),
     )
 
 
-def stop_failed(grant: Grant, stop_id: str) -> Write:
+def stop_failed(owned: Ownership, stop_id: str) -> Write:
     return Write(
         "jobs",
-        {**grant.filter, "stop.id": stop_id},
-        changed(stop="$$REMOVE", mail={"$gt": [{"$size": "$inbox"}, 0]}),
+        {**owned.filter, "stop.id": stop_id},
+        changed(stop="$$REMOVE", unread={"$gt": [{"$size": "$inbox"}, 0]}),
     )
 
 
@@ -70,7 +70,7 @@ def push(job_id: str, token: str, payload: object, size: int) -> Write:
                 "inbox": {"$concatArrays": ["$inbox", [message]]},
                 "inbox_seq": {"$add": ["$inbox_seq", 1]},
                 "inbox_token": x.literal(token),
-                "mail": True,
+                "unread": True,
             },
         ),
     )
@@ -84,17 +84,17 @@ def pushed(job_id: str, token: str) -> Read:
     return Read("jobs", {"_id": job_id, "$or": is_there}, {"_id": 1}, limit=1)
 
 
-def inbox_of(grant: Grant) -> Read:
-    return Read("jobs", grant.filter, {"stop": 1, "inbox": 1}, limit=1)
+def inbox_of(owned: Ownership) -> Read:
+    return Read("jobs", owned.filter, {"stop": 1, "inbox": 1}, limit=1)
 
 
-def took(grant: Grant, upto: int) -> Write:
+def took(owned: Ownership, upto: int) -> Write:
     """
     Remove the notifications up to the number *upto* from the inbox: they were delivered.
     """
     left = {"$filter": {"input": "$inbox", "as": "e", "cond": {"$gt": ["$$e.seq", upto]}}}
     wanted = {"$or": [{"$gt": ["$stop", None]}, {"$gt": [{"$size": "$inbox"}, 0]}]}
-    return Write("jobs", grant.filter, [{"$set": {"inbox": left}}, {"$set": {"mail": wanted}}])
+    return Write("jobs", owned.filter, [{"$set": {"inbox": left}}, {"$set": {"unread": wanted}}])
 
 
 def in_state(pool: str, state: str, limit: int) -> Read:
@@ -105,11 +105,11 @@ def in_state(pool: str, state: str, limit: int) -> Read:
     return Read("jobs", {"pool": pool, "state": state}, projection, ("not_before", 1), limit)
 
 
-def with_mail(pool: str, node: str) -> Read:
+def unread(pool: str, node: str) -> Read:
     """
-    The jobs of *node* with a stop request or notifications. Index: pool_node_mail.
+    The jobs of *node* with a stop request or notifications. Index: pool_node_unread.
     """
-    return Read("jobs", {"pool": pool, "node": node, "mail": True}, {"_id": 1}, limit=1000)
+    return Read("jobs", {"pool": pool, "node": node, "unread": True}, {"_id": 1}, limit=1000)
 
 
 def jobs_of(pool: str) -> Read:
@@ -137,7 +137,7 @@ def watch_pipeline(pool: str, *, verdicts_only: bool) -> list[x.Stage]:
     if verdicts_only:
         wanted["operationType"] = {"$ne": "insert"}
         wanted["updateDescription.updatedFields.state"] = {"$nin": list(ON_THE_WAY)}
-    fields = ("state", "mail", "answered", "not_before", "epoch")
+    fields = ("state", "unread", "answered", "not_before", "epoch")
     shown = {f"fullDocument.{name}": 1 for name in fields}
     # A second notification leaves the mark as it is, but never the number.
     changing = (*fields, "inbox_seq", "stop")
