@@ -26,7 +26,8 @@ from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.held import HeldJob, HeldJobs
 from mscheduler_sync.pool.ring import PoolView, hash_of
 from mscheduler_sync.pool.runner import JobRunner
-from mscheduler_sync.pool.statements import Document, Ownership
+from mscheduler_sync.pool.statements import Document
+from mscheduler_sync.pool.statements.jobs import Ownership
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.workers import ActiveWorkers, Job
 
@@ -38,7 +39,6 @@ _MOST_QUEUED: Final = 100_000
 _AGAIN_S: Final = 0.01
 #: A job that cannot be read waits so long, in milliseconds.
 _UNREADABLE_MS: Final = 60_000
-_CANCELLED: Final = {"type": "JobStopped", "text": "a stop was requested before it started"}
 
 
 @attrs.define
@@ -165,7 +165,6 @@ class Claims:
     def __init__(
         self,
         store: PoolStore,
-        pool: str,
         grace_s: float,
         *,
         view: PoolView,
@@ -173,7 +172,6 @@ class Claims:
         runner: JobRunner,
     ) -> None:
         self._store = store
-        self._pool = pool
         self._view = view
         self._held = held
         self._runner = runner
@@ -199,7 +197,7 @@ class Claims:
             self._settle(claim)
         for claim in self._next_claims(active):
             self._unsettled.append(claim)
-            statement = statements.claim(claim.ids, claim.worker, active.node, claim.id)
+            statement = statements.jobs.claim(claim.ids, claim.worker, active.node, claim.id)
             matched, _ = self._store.write(statement)
             won = self._settle(claim, matched=matched)
             self._after_lost_race([job_id for job_id in claim.ids if job_id not in won])
@@ -210,7 +208,7 @@ class Claims:
         ring = self._view.ring
         ids_of: dict[str, list[str]] = {}
         for job_id, for_anybody in self.queue.take_due():
-            slot = ring.target(hash_of(statements.name_in(self._pool, job_id)))
+            slot = ring.target(hash_of(statements.name_in(self._store.pool, job_id)))
             if slot is not None and slot.worker in active.workers:
                 ids_of.setdefault(slot.worker, []).append(job_id)
             elif for_anybody:
@@ -223,7 +221,7 @@ class Claims:
         """
         Read back what *claim* has won, and start it; return the ids.
         """
-        won = self._store.read_raw(statements.claimed(claim.ids, claim.id)) if matched else []
+        won = self._store.read_raw(statements.jobs.claimed(claim.ids, claim.id)) if matched else []
         self._unsettled.remove(claim)
         for document in won:
             self._accept(claim, document)
@@ -240,7 +238,7 @@ class Claims:
         if not self._held.add(held):
             # Claimed by a life that is over. If this fails, the reaper does it.
             with contextlib.suppress(StoreError):
-                self._store.write(statements.release(ownership, self._view.epoch()))
+                self._store.write(statements.jobs.release(ownership, self._view.epoch()))
         elif held.worker.is_leaving:
             # It may have been removed while the claim was under way: nothing starts there.
             self._runner.release(held)
@@ -276,7 +274,7 @@ class Claims:
         """
         Jobs that were pending and could not be claimed: what are they waiting for?
         """
-        for job in self._store.read(statements.states(ids)) if ids else ():
+        for job in self._store.read(statements.jobs.states(ids)) if ids else ():
             if job["state"] != statements.PENDING:
                 self.queue.discard(job["_id"])
             elif job.get("stop") is not None:
@@ -289,12 +287,9 @@ class Claims:
         """
         A pending job with a stop request: its last owner has stopped it, or died.
         """
-        job_id, dispatch_id = job["_id"], job["dispatch_id"]
-        if job.get("answered") is not None:
-            self._store.remove(statements.remove_pending(job_id, dispatch_id))
-        elif self._store.write(statements.cancel(job_id, dispatch_id, _CANCELLED))[0]:
-            self._runner.file_failure(job_id, dispatch_id, _CANCELLED)
-        self.queue.discard(job_id)
+        if self._store.end_pending(job):
+            self._runner.waiters.wake(job["_id"])
+        self.queue.discard(job["_id"])
 
     def give_back_late(self, starting: Sequence[Document], active: ActiveWorkers) -> None:
         """
@@ -310,7 +305,7 @@ class Claims:
             # In this order: if the lease was lost meanwhile, its handlers may still be at work.
             if self._held.life == active.life:
                 ownership = Ownership(job["_id"], str(job["owner"]), int(job["fence"]))
-                self._store.write(statements.release(ownership, self._view.epoch()))
+                self._store.write(statements.jobs.release(ownership, self._view.epoch()))
 
     def _set_aside(self, ownership: Ownership, error: Exception) -> None:
         """
@@ -324,4 +319,4 @@ class Claims:
         )
         stored = {"type": type(error).__name__, "text": str(error)[:500]}
         with contextlib.suppress(StoreError):
-            self._store.write(statements.postpone(ownership, stored, _UNREADABLE_MS))
+            self._store.write(statements.jobs.postpone(ownership, stored, _UNREADABLE_MS))

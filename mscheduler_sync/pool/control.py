@@ -58,7 +58,6 @@ class Control(Service):
     ) -> None:
         super().__init__("control", f"ms-pool:{name}", _log, on_crash)
         self._store = store
-        self._pool = settings.pool
         self._poll_interval_s = settings.poll_interval_s
         self._view = view
         self._held = held
@@ -126,7 +125,7 @@ class Control(Service):
             self._next_reap_s = self._reaper.sweep(self._membership.active())
         while self._retiring:
             node = self._retiring[0]
-            self._store.write(statements.retire(node))
+            self._store.write(statements.members.retire(node))
             self._reaper.remove(node)
             self._retiring.pop(0)
 
@@ -160,13 +159,17 @@ class Control(Service):
         self._rebalance()
 
     def _scan(self) -> None:
-        for job in self._store.read(statements.in_state(self._pool, statements.PENDING, _PAGE)):
+        for job in self._store.read(
+            statements.jobs.in_state(self._store.pool, statements.PENDING, _PAGE)
+        ):
             if job.get("stop") is not None:
                 self._claims.cancel(job)
             elif isinstance(job.get("not_before"), dt.datetime):
                 due_s = self._store.clock.monotonic_at(job["not_before"])
                 self._queue.add(job["_id"], due_s, replace=False)
-        for job in self._store.read(statements.unread(self._pool, self._membership.active().node)):
+        for job in self._store.read(
+            statements.jobs.unread(self._store.pool, self._membership.active().node)
+        ):
             self._queue.add_unread(job["_id"])
 
     # -- what befalls held jobs --------------------------------------------------------------

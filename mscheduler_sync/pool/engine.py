@@ -55,8 +55,8 @@ class Engine:
     ) -> None:
         self._settings = settings
         self._hub = hub
-        self.store = PoolStore(database, settings.prefix)
-        self.view = PoolView(self.store, settings.pool)
+        self.store = PoolStore(database, settings.prefix, settings.pool)
+        self.view = PoolView(self.store)
         self.held = HeldJobs()
         self._waiters = Waiters()
         #: Set at the end of a close, when the jobs are given up: nobody waits or tries again.
@@ -71,7 +71,6 @@ class Engine:
         name = self.lease.node
         self.runner = JobRunner(
             self.store,
-            settings.pool,
             name,
             held=self.held,
             holds=self.lease.holds,
@@ -81,10 +80,9 @@ class Engine:
             closed=self._closed,
         )
         self.executor = self.runner.executor
-        self.membership = Membership(self.store, settings.pool, self.view, self.lease)
+        self.membership = Membership(self.store, self.view, self.lease)
         self.claims = Claims(
             self.store,
-            settings.pool,
             settings.claim_grace_s,
             view=self.view,
             held=self.held,
@@ -108,7 +106,6 @@ class Engine:
         if settings.watch:
             self._watcher = PoolWatcher(
                 self.store,
-                settings.pool,
                 name,
                 waiters=self._waiters,
                 listener=None if settings.client_only else self.control,
@@ -141,7 +138,7 @@ class Engine:
         settings = self._settings
         self.store.measure_clock()
         self.store.ensure_indexes()
-        self.store.write(statements.ensure_pool(settings.pool, settings.order))
+        self.store.write(statements.members.ensure_pool(settings.pool, settings.order))
         seen = self.view.refresh()
         if seen.state != statements.OPEN:
             raise PoolClosed(settings.pool)
@@ -248,7 +245,7 @@ class Engine:
     # -- ends --------------------------------------------------------------------------------
 
     def begin_shutdown(self) -> None:
-        self.store.write(statements.begin_shutdown(self._settings.pool, self.node))
+        self.store.write(statements.members.begin_shutdown(self.store.pool, self.node))
         self.view.refresh()
 
     def close(self, timeout_s: float, *, remove: bool) -> CloseReport:
@@ -305,45 +302,45 @@ class Engine:
         self.lease.join(max(0.0, deadline_s - time.monotonic()))
         if not report.left:
             with contextlib.suppress(StoreError):
-                self.store.write(statements.retire(node))
+                self.store.write(statements.members.retire(node))
                 for worker in workers:
-                    self.store.remove(statements.forget_worker(worker.id))
-                self.store.remove(statements.forget_node(node))
+                    self.store.remove(statements.members.forget_worker(worker.id))
+                self.store.remove(statements.members.forget_node(node))
         return report
 
     def finish_shutdown(self, own: CloseReport, deadline_s: float) -> ShutdownReport:
         """
         Wait for the other nodes, then remove what is left of the pool.
         """
-        pool = self._settings.pool
+        pool = self.store.pool
         # This node's reaper has ended with it: dead nodes are declared dead here.
         self.store.deadline_s = float("inf")
         waiter = threading.Event()
         while True:
             nodes: tuple[str, ...] = ()
             with contextlib.suppress(StoreError):
-                there = self.store.read_one(statements.pool_document(pool))
+                there = self.store.read_one(statements.members.pool_document(pool))
                 if there is None or there["state"] != statements.CLOSING:
                     # Another has finished it, and the name may be in use anew.
                     return ShutdownReport(own)
                 for node in self._nodes_alive():
-                    self.store.write(statements.declare_dead(node))
+                    self.store.write(statements.members.declare_dead(node))
                 nodes = self._nodes_alive()
                 if not nodes and not own.left:
                     break
             if time.monotonic() >= deadline_s:
                 return ShutdownReport(own, nodes, self._job_keys())
             waiter.wait(_SHUTDOWN_POLL_S)
-        for removal in statements.forget_pool(pool):
+        for removal in statements.members.forget_pool(pool):
             self.store.remove(removal)
         return ShutdownReport(own)
 
     def _nodes_alive(self) -> tuple[str, ...]:
-        alive = self.store.read(statements.nodes_of(self._settings.pool, statements.ALIVE))
+        alive = self.store.read(statements.members.nodes_of(self.store.pool, statements.ALIVE))
         return tuple(node["_id"] for node in alive)
 
     def _job_keys(self) -> tuple[str, ...]:
         with contextlib.suppress(StoreError):
-            jobs = self.store.read(statements.jobs_of(self._settings.pool))
+            jobs = self.store.read(statements.jobs.jobs_of(self.store.pool))
             return tuple(sorted(job["key"] for job in jobs))
         return ()

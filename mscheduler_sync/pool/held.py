@@ -5,13 +5,17 @@ The jobs that this node holds, in memory.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Final, Literal
 
 import attrs
 
-from mscheduler_sync.pool.statements import Ownership
+from mscheduler_sync.pool.statements.jobs import Ownership
 from mscheduler_sync.pool.workers import Job, Worker
+
+#: Steps tell of their success alone; whether one has failed is asked this often, in seconds.
+_ASK_AGAIN_S: Final = 0.1
 
 
 @attrs.define(eq=False)
@@ -120,6 +124,16 @@ class HeldJobs:
 
         with self._changed:
             return self._changed.wait_for(all_gone, max(0.0, timeout_s))
+
+    def wait_settled(self, jobs: Iterable[HeldJob], deadline_s: float) -> None:
+        """
+        Wait until each of *jobs* is gone, or its turn to move is over without success.
+        """
+        wanted = list(jobs)
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            asked = [held for held in wanted if held.moving or held.state == "stopping"]
+            if self.wait_gone(wanted, min(_ASK_AGAIN_S, left_s)) or not asked:
+                return
 
     def jobs_of(self, worker: Worker) -> list[Job]:
         return sorted(

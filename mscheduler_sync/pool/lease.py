@@ -53,7 +53,6 @@ class Lease(Service):
         self._store = store
         self._ttl_s = settings.worker_ttl_s
         self._margin_s = settings.margin_s
-        self._pool = settings.pool
         self._on_lost = on_lost
         self._on_return = on_return
         self._next_renewal_s = 0.0
@@ -95,7 +94,9 @@ class Lease(Service):
             StoreError: It may have begun; trying again is safe.
         """
         facts = {"host": socket.gethostname(), "pid": os.getpid()}
-        statement = statements.register_node(self.node, self._pool, self._ttl_ms, facts)
+        statement = statements.members.register_node(
+            self.node, self._store.pool, self._ttl_ms, facts
+        )
         sent_s = time.monotonic()
         self._store.write(statement)
         self._extend(sent_s)
@@ -134,7 +135,7 @@ class Lease(Service):
         timeout_s = min(self._ttl_s / 3, until_s - sent_s, CALL_TIMEOUT_S)
         try:
             matched, _ = self._store.write(
-                statements.renew_lease(self.node, self._ttl_ms), timeout_s=timeout_s
+                statements.members.renew_lease(self.node, self._ttl_ms), timeout_s=timeout_s
             )
         except StoreError as error:
             self._note(error)

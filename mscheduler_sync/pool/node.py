@@ -305,7 +305,7 @@ class Node:
         """
         Return all workers of the pool, in the order of their slots.
         """
-        return self._running().requests.pool_workers()
+        return self._running().membership.pool_workers()
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -411,7 +411,6 @@ class Node:
         engine = self._full("a ticker")
         ticker = Ticker(
             engine.store,
-            self.pool,
             name,
             interval_s,
             callback=callback,
@@ -443,7 +442,6 @@ class Node:
         engine = self._full("a schedule")
         schedule = Schedule(
             engine.store,
-            self.pool,
             checked,
             planner,
             interval_s,

@@ -45,7 +45,6 @@ class Reaper:
         hub: EventHub,
     ) -> None:
         self._store = store
-        self._pool = settings.pool
         self._ttl_s = settings.worker_ttl_s
         self._view = view
         self._runner = runner
@@ -60,17 +59,17 @@ class Reaper:
         What refers to nodes is read before the nodes, so that none is missed which has
         registered meanwhile.
         """
-        store, pool = self._store, self._pool
+        store, pool = self._store, self._store.pool
         store.measure_clock()
         slots = self._view.refresh().ring.slots
-        workers = store.read(statements.workers_of_pool(pool))
-        starting = store.read(statements.in_state(pool, statements.STARTING, _PAGE))
-        alive = store.read(statements.nodes_of(pool, statements.ALIVE))
+        workers = store.read(statements.members.workers_of_pool(pool))
+        starting = store.read(statements.jobs.in_state(pool, statements.STARTING, _PAGE))
+        alive = store.read(statements.members.nodes_of(pool, statements.ALIVE))
         ends = [self._end_of(node) for node in alive]
         for node, end_s in zip(alive, ends, strict=True):
             if end_s <= time.monotonic():
-                store.write(statements.declare_dead(node["_id"]))
-        dead = store.read(statements.nodes_of(pool, statements.DEAD))
+                store.write(statements.members.declare_dead(node["_id"]))
+        dead = store.read(statements.members.nodes_of(pool, statements.DEAD))
         gone = {node["_id"] for node in dead}
         known = {node["_id"] for node in alive} - gone
         stray = {one["node"] for one in [*workers, *starting]} | {one.node for one in slots}
@@ -89,20 +88,20 @@ class Reaper:
         Take a dead node's workers out of the ring and give its jobs back.
         """
         store = self._store
-        workers = {one["_id"] for one in store.read(statements.workers_of_node(node))}
+        workers = {one["_id"] for one in store.read(statements.members.workers_of_node(node))}
         workers |= {one.worker for one in self._view.ring.slots if one.node == node}
         for worker in sorted(workers):
-            store.write(statements.leave(self._pool, worker))
+            store.write(statements.members.leave(self._store.pool, worker))
         # Whoever claims these jobs must know the ring without the dead.
         epoch = self._view.refresh().ring.epoch
-        freed, _ = store.write(statements.release_all_of(self._pool, node, epoch))
+        freed, _ = store.write(statements.jobs.release_all_of(self._store.pool, node, epoch))
         for worker in workers:
-            store.remove(statements.forget_worker(worker))
+            store.remove(statements.members.forget_worker(worker))
         self._removed.add(node)
         if workers or freed:
             _log.warning(
                 "a dead node's jobs were given back",
-                extra={"event": "node_removed", "worker_id": node, "jobs": freed},
+                extra={"event": "dead_node_removed", "worker_id": node, "jobs": freed},
             )
             self._hub.publish(events.DeadNodeRemoved(node=node, jobs=freed))
 
@@ -124,10 +123,12 @@ class Reaper:
         if isinstance(died_at, dt.datetime):
             age_s = (self._store.clock.now() - died_at).total_seconds()
             if age_s > kept_s:
-                self._store.remove(statements.forget_node(node["_id"]))
+                self._store.remove(statements.members.forget_node(node["_id"]))
 
     def _file_failures(self) -> None:
-        for job in self._store.read(statements.in_state(self._pool, statements.FAILED, _PAGE)):
+        for job in self._store.read(
+            statements.jobs.in_state(self._store.pool, statements.FAILED, _PAGE)
+        ):
             error = job.get("error")
             self._runner.file_failure(
                 job["_id"], job["dispatch_id"], error if isinstance(error, dict) else {}

@@ -36,17 +36,15 @@ class Recurring:
     def __init__(
         self,
         store: PoolStore,
-        pool: str,
-        where: statements.Recurrent,
+        where: statements.recurring.Recurrent,
         name: str,
         interval_s: float,
         on_crash: CrashHandler,
     ) -> None:
         self.name = name
         self._store = store
-        self._pool = pool
         self._where: Final = where
-        self._id = statements.full_id(pool, name)
+        self._id = statements.full_id(store.pool, name)
         self._interval_ms = max(1, round(interval_s * 1000))
         self._changed = threading.Condition()
         # Under _changed.
@@ -65,9 +63,9 @@ class Recurring:
         """
         Make the shared document, or change its interval, and compete from now on.
         """
-        document_id, pool, name = self._id, self._pool, self.name
+        document_id, pool, name = self._id, self._store.pool, self.name
         self._store.write(
-            statements.set_recurring(self._where, document_id, pool, name, self._interval_ms)
+            statements.recurring.make(self._where, document_id, pool, name, self._interval_ms)
         )
         self.thread.start()
 
@@ -78,7 +76,7 @@ class Recurring:
         Raises:
             StoreError: The database did not answer; call it again.
         """
-        self._store.remove(statements.remove_recurring(self._where, self._id))
+        self._store.remove(statements.recurring.remove(self._where, self._id))
         self.close()
 
     def close(self) -> None:
@@ -124,7 +122,7 @@ class Recurring:
             self._changed.notify_all()
 
     def _shared(self) -> Document | None:
-        return self._store.read_one(statements.recurring(self._where, self._id))
+        return self._store.read_one(statements.recurring.read(self._where, self._id))
 
 
 class _Thread(Service):
@@ -170,14 +168,13 @@ class Ticker(Recurring):
     def __init__(
         self,
         store: PoolStore,
-        pool: str,
         name: str,
         interval_s: float,
         *,
         callback: Callable[[Tick], Any] | None,
         on_crash: CrashHandler,
     ) -> None:
-        super().__init__(store, pool, "tickers", name, interval_s, on_crash)
+        super().__init__(store, "tickers", name, interval_s, on_crash)
         self._callback = callback
         # Under _changed.
         self._tick: Tick | None = None
@@ -215,7 +212,9 @@ class Ticker(Recurring):
         interval_ms, number = int(document["interval_ms"]), int(document["number"])
         token = uuid.uuid4().hex
         self._token = token
-        _, changed = self._store.write(statements.tick(self._id, interval_ms, number, token))
+        _, changed = self._store.write(
+            statements.recurring.tick(self._id, interval_ms, number, token)
+        )
         self._token = None
         if changed:
             self._deliver(Tick(number + 1, document["next"]))

@@ -34,7 +34,6 @@ from mscheduler_sync.pool.settings import NodeSettings
 from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.watcher import Waiter, Waiters
-from mscheduler_sync.pool.workers import WorkerInfo
 
 #: The number of waiting jobs is counted anew after this long, in seconds.
 _COUNT_AGAIN_S: Final = 1.0
@@ -44,7 +43,6 @@ _MOVING_S: Final = 0.05
 _LONGEST_POLL_S: Final = 0.25
 #: The mark of a job that its dispatcher takes back. No error's class has this name.
 _WITHDRAWN: Final = {"type": "", "text": "withdrawn by its dispatcher"}
-_STOPPED: Final = {"type": "JobStopped", "text": "it was stopped before it started"}
 
 
 @attrs.frozen
@@ -75,7 +73,6 @@ class Requests:
     ) -> None:
         self._store = store
         self._settings = settings
-        self._pool = settings.pool
         self._view = view
         self._waiters = waiters
         self._node = node
@@ -88,10 +85,10 @@ class Requests:
         self._counted_at_s = float("-inf")
 
     def _job(self, job_id: str) -> Document | None:
-        return self._store.read_one(statements.job(job_id, statements.STATE_OF_JOB))
+        return self._store.read_one(statements.jobs.job(job_id, statements.jobs.STATE_OF_JOB))
 
     def _existing_job(self, key: str) -> Document:
-        job = self._job(statements.full_id(self._pool, key))
+        job = self._job(statements.full_id(self._store.pool, key))
         if job is None or job["state"] == statements.FAILED:
             raise JobNotFound(key)
         return job
@@ -118,11 +115,11 @@ class Requests:
         )
         self._check_open()
         self._check_room()
-        job_id = statements.full_id(self._pool, key)
+        job_id = statements.full_id(self._store.pool, key)
         dispatch = _Dispatch(key, job_id, uuid.uuid4().hex, timeout_s)
         self._store.measure_clock()
-        document = statements.new_job(
-            self._pool,
+        document = statements.jobs.new_job(
+            self._store.pool,
             key,
             frozen.value,
             now=self._store.clock.now(),
@@ -139,7 +136,7 @@ class Requests:
     def _check_open(self) -> None:
         seen = self._view.refresh(older_than_s=self._settings.poll_interval_s)
         if seen.state != statements.OPEN:
-            raise PoolClosed(self._pool)
+            raise PoolClosed(self._store.pool)
 
     def _check_room(self) -> None:
         """
@@ -151,9 +148,9 @@ class Requests:
             if is_fresh and self._waiting < limit // 2:
                 self._waiting += 1
                 return
-        count = self._store.count("jobs", statements.count_pending(self._pool))
+        count = self._store.count("jobs", statements.jobs.count_pending(self._store.pool))
         if count >= limit:
-            raise PoolFull(self._pool, limit)
+            raise PoolFull(self._store.pool, limit)
         with self._lock:
             self._waiting = count + 1
             self._counted_at_s = time.monotonic()
@@ -162,7 +159,9 @@ class Requests:
         failures = 0
         while True:
             try:
-                if failures and self._store.read_one(statements.result(document["dispatch_id"])):
+                if failures and self._store.read_one(
+                    statements.jobs.result(document["dispatch_id"])
+                ):
                     # It was there, and has failed already.
                     return
                 if self._store.insert_job(document):
@@ -179,7 +178,7 @@ class Requests:
             if there["state"] != statements.FAILED:
                 raise JobExists(str(document["key"]))
             # A failed job whose owner died before it filed the verdict: that frees the key.
-            self._store.file_failure(there["_id"], self._pool, there["dispatch_id"], there["error"])
+            self._store.file_failure(there["_id"], there["dispatch_id"], there["error"])
 
     def _wait_running(self, dispatch: _Dispatch, waiter: Waiter, deadline_s: float) -> None:
         """
@@ -207,11 +206,11 @@ class Requests:
             if job["state"] == statements.FAILED:
                 raise self._verdict(dispatch, job["error"])
             return bool(job["answered"] == dispatch.id)
-        result = self._store.read_one(statements.result(dispatch.id))
+        result = self._store.read_one(statements.jobs.result(dispatch.id))
         if result is not None:
             raise self._verdict(dispatch, result["error"])
         if self._view.refresh().state != statements.OPEN:
-            raise PoolClosed(self._pool)
+            raise PoolClosed(self._store.pool)
         # It ran and was stopped again before this was read.
         return True
 
@@ -219,7 +218,7 @@ class Requests:
         if error.get("type") != _WITHDRAWN["type"]:
             return _handler_error(dispatch.key, error)
         if self._view.seen.state != statements.OPEN:
-            return PoolClosed(self._pool)
+            return PoolClosed(self._store.pool)
         return DispatchTimeout(dispatch.key, dispatch.timeout_s)
 
     def _give_up_in_time(self, dispatch: _Dispatch, deadline_s: float, end_s: float) -> None:
@@ -228,15 +227,15 @@ class Requests:
         if now_s < deadline_s and is_open:
             return
         # Marked, then removed: should the answer be lost, the mark tells what has happened.
-        withdrawn = statements.cancel(dispatch.job_id, dispatch.id, _WITHDRAWN)
+        withdrawn = statements.jobs.cancel(dispatch.job_id, dispatch.id, _WITHDRAWN)
         if self._store.write(withdrawn)[0]:
             with contextlib.suppress(StoreError):
                 # If this fails, the reapers free the key, or its next dispatch does.
-                self._store.remove(statements.remove_failed(dispatch.job_id, dispatch.id))
+                self._store.remove(statements.jobs.remove_failed(dispatch.job_id, dispatch.id))
             raise self._verdict(dispatch, _WITHDRAWN)
         # A worker has it: its start is not over yet, and has as long again.
         if now_s >= end_s and not self._is_running(dispatch):
-            stop = statements.ask_stop(dispatch.job_id, dispatch.id, dispatch.id, self._node())
+            stop = statements.jobs.ask_stop(dispatch.job_id, dispatch.id, dispatch.id, self._node())
             # Nobody has it any more if its start has asked for another try just now.
             if self._store.write(stop)[0]:
                 raise DispatchTimeout(dispatch.key, dispatch.timeout_s, started=True)
@@ -244,71 +243,59 @@ class Requests:
     # -- stop --------------------------------------------------------------------------------
 
     def stop_job(self, key: str, *, wait: bool, timeout_s: float) -> None:
-        job_id = statements.full_id(self._pool, key)
+        job_id = statements.full_id(self._store.pool, key)
         deadline_s = time.monotonic() + timeout_s
-        stop_id = uuid.uuid4().hex
         with self._waiters.of(job_id) as waiter:
-            asked = self._ask_stop(key, job_id, stop_id, deadline_s)
-            if asked is None or not wait:
-                return
-            self._wait_stopped(key, job_id, asked, waiter, timeout_s)
+            asked = self._ask_stop(key, deadline_s)
+            if asked is not None and wait and not self._is_stopped(key, asked, waiter, deadline_s):
+                msg = f"the job {key!r} was not stopped within {timeout_s:g} s"
+                raise TimeoutError(msg)
 
-    def _ask_stop(
-        self, key: str, job_id: str, stop_id: str, deadline_s: float
-    ) -> tuple[str, str] | None:
+    def _ask_stop(self, key: str, deadline_s: float) -> tuple[str, str] | None:
         """
         End a pending job, or leave a stop request; return the dispatch and the request's id.
         """
+        stop_id = uuid.uuid4().hex
         while True:
             job = self._existing_job(key)
-            dispatch_id = str(job["dispatch_id"])
+            job_id, dispatch_id = job["_id"], str(job["dispatch_id"])
             if job["state"] == statements.PENDING:
-                if self._end_pending(job):
+                if self._store.end_pending(job):
                     self._waiters.wake(job_id)
                     return None
             else:
-                request = statements.ask_stop(job_id, dispatch_id, stop_id, self._node())
+                request = statements.jobs.ask_stop(job_id, dispatch_id, stop_id, self._node())
                 self._store.write(request)
                 left = self._job(job_id)
                 if left is None or left["dispatch_id"] != dispatch_id:
                     return None
-                standing = left.get("stop")
-                if standing is not None:
+                if (standing := left.get("stop")) is not None:
                     return dispatch_id, str(standing["id"])
             # It changed hands between the two statements.
             if time.monotonic() >= deadline_s or self._closed.wait(_MOVING_S):
                 msg = f"the job {key!r} changes hands too fast to be stopped"
                 raise StoreUnavailable(msg)
 
-    def _end_pending(self, job: Document) -> bool:
-        if job["answered"] is not None:
-            removal = statements.remove_pending(job["_id"], job["dispatch_id"])
-            return self._store.remove(removal) > 0
-        cancelled = statements.cancel(job["_id"], job["dispatch_id"], _STOPPED)
-        if not self._store.write(cancelled)[0]:
-            return False
-        self._store.file_failure(job["_id"], self._pool, job["dispatch_id"], _STOPPED)
-        return True
-
-    def _wait_stopped(
-        self, key: str, job_id: str, asked: tuple[str, str], waiter: Waiter, timeout_s: float
-    ) -> None:
+    def _is_stopped(
+        self, key: str, asked: tuple[str, str], waiter: Waiter, deadline_s: float
+    ) -> bool:
+        """
+        Wait for the end of the job; return whether it has come in time.
+        """
         dispatch_id, stop_id = asked
-        deadline_s = time.monotonic() + timeout_s
         pauses = self._pauses()
         while True:
             waiter.wait(pauses.next_s(deadline_s))
-            there = self._job(job_id)
+            there = self._job(statements.full_id(self._store.pool, key))
             if there is None or there["dispatch_id"] != dispatch_id:
-                return
+                return True
             request = there.get("stop")
             if request is None or request["id"] != stop_id:
-                result = self._store.read_one(statements.result(stop_id))
+                result = self._store.read_one(statements.jobs.result(stop_id))
                 if result is not None:
                     raise _handler_error(key, result["error"])
             if time.monotonic() >= deadline_s:
-                msg = f"the job {key!r} was not stopped within {timeout_s:g} s"
-                raise TimeoutError(msg)
+                return False
 
     # -- notify and reads --------------------------------------------------------------------
 
@@ -316,9 +303,9 @@ class Requests:
         frozen = codec.freeze(
             payload, self._store.codec_options, what="payload", limit_bytes=statements.INBOX_BYTES
         )
-        job_id = statements.full_id(self._pool, key)
+        job_id = statements.full_id(self._store.pool, key)
         token = uuid.uuid4().hex
-        statement = statements.push(job_id, token, frozen.value, frozen.size_bytes)
+        statement = statements.jobs.push(job_id, token, frozen.value, frozen.size_bytes)
         deadline_s = time.monotonic() + timeout_s
         failures = 0
         answer: tuple[int, int] | None = None
@@ -333,11 +320,13 @@ class Requests:
         if not matched:
             raise JobNotFound(key)
         # Sent twice and nothing changed: the first one was applied, or found the inbox full too.
-        if not changed and not (failures and self._store.read(statements.pushed(job_id, token))):
+        if not changed and not (
+            failures and self._store.read(statements.jobs.pushed(job_id, token))
+        ):
             raise InboxFull(key)
 
     def job_keys(self) -> list[str]:
-        jobs = self._store.read(statements.jobs_of(self._pool))
+        jobs = self._store.read(statements.jobs.jobs_of(self._store.pool))
         owned = (statements.STARTING, statements.RUNNING)
         return sorted(
             job["key"]
@@ -346,8 +335,8 @@ class Requests:
         )
 
     def job_payload(self, key: str) -> Any:
-        job_id = statements.full_id(self._pool, key)
-        found = self._store.read_raw(statements.job(job_id, {"payload": 1, "state": 1}))
+        job_id = statements.full_id(self._store.pool, key)
+        found = self._store.read_raw(statements.jobs.job(job_id, {"payload": 1, "state": 1}))
         if not found or found[0]["state"] == statements.FAILED:
             raise JobNotFound(key)
         return codec.thaw(found[0], "payload", self._store.codec_options)
@@ -355,17 +344,6 @@ class Requests:
     def job_owner(self, key: str) -> str | None:
         owner = self._existing_job(key)["owner"]
         return None if owner is None else str(owner)
-
-    def pool_workers(self) -> list[WorkerInfo]:
-        slots = self._view.refresh().ring.slots
-        known = {
-            one["_id"]: one for one in self._store.read(statements.workers_of_pool(self._pool))
-        }
-        return [
-            WorkerInfo(id=slot.worker, node=slot.node, created_at=facts["created_at"])
-            for slot in slots
-            if (facts := known.get(slot.worker)) is not None
-        ]
 
 
 def _handler_error(key: str, error: Document) -> HandlerError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
 from typing import Final
 
 import attrs
@@ -95,21 +94,6 @@ def hash_of(key: str) -> int:
     return crc64(key.encode())
 
 
-def after_leave(workers: Iterable[str], leaving: str) -> list[str]:
-    """
-    Return the order of slots after *leaving* has left: the last one moves into the gap.
-
-    What `statements.leave` does in the database; for tests and explanations.
-    """
-    order = list(workers)
-    if leaving in order:
-        slot = order.index(leaving)
-        last = order.pop()
-        if slot < len(order):
-            order[slot] = last
-    return order
-
-
 @attrs.frozen
 class Seen:
     """
@@ -128,9 +112,8 @@ class PoolView:
     The last reading. Safe from any thread; never goes back to an earlier ring.
     """
 
-    def __init__(self, store: PoolStore, pool: str) -> None:
+    def __init__(self, store: PoolStore) -> None:
         self._store = store
-        self._pool = pool
         self._lock = threading.Lock()
         # Under _lock.
         self._seen = Seen()
@@ -155,7 +138,7 @@ class PoolView:
         if older_than_s > 0 and time.monotonic() - seen.at_s < older_than_s:
             return seen
         began_s = time.monotonic()
-        document = self._store.read_one(statements.pool_document(self._pool))
+        document = self._store.read_one(statements.members.pool_document(self._store.pool))
         fresh = _seen(document, began_s)
         with self._lock:
             if fresh.state != "open" or fresh.ring.epoch >= self._seen.ring.epoch:

@@ -37,9 +37,8 @@ _log = logger("execute")
 _RETRY_FIRST_S, _RETRY_MOST_S = 1.0, 60.0
 #: After a failed stop, a move is tried again after so many seconds.
 _MOVE_AGAIN_S: Final = 5.0
-#: At an end, it is tried again after this pause, in seconds.
-_STOP_AGAIN_S, _STOP_TRIES = 0.2, 3
-_SETTLE_S: Final = 0.1
+#: At an end a stop is tried so many times, with these pauses in seconds.
+_STOP_PAUSES_S: Final = (0.2, 0.2, 0.0)
 
 
 class JobRunner:
@@ -50,7 +49,6 @@ class JobRunner:
     def __init__(
         self,
         store: PoolStore,
-        pool: str,
         name: str,
         *,
         held: HeldJobs,
@@ -61,10 +59,9 @@ class JobRunner:
         closed: threading.Event,
     ) -> None:
         self._store = store
-        self._pool = pool
         self._held = held
         self._holds = holds
-        self._waiters = waiters
+        self.waiters = waiters
         self._hub = hub
         self._epoch = epoch
         #: Once set, no write is tried again.
@@ -102,7 +99,10 @@ class JobRunner:
         def step(held: HeldJob) -> None:
             nonlocal left
             try:
-                self._fence(held)
+                if held.state in {"starting", "running", "stopping"}:
+                    self._call_stop(held)
+                    self._hub.publish(events.JobLost(key=held.key, fence=held.ownership.fence))
+                held.state = "gone"
             finally:
                 with lock:
                     left -= 1
@@ -121,33 +121,21 @@ class JobRunner:
 
         Waits for that until *deadline_s*; a stop that has failed is tried again.
         """
-        began = self._held.of(workers)
-        # What has no running lease any more is stopped by the fence; nothing to give back.
-        jobs, tries = began, 0
-        while jobs and tries < _STOP_TRIES and time.monotonic() < deadline_s:
-            tries += 1
+        began = jobs = self._held.of(workers)
+        for pause_s in _STOP_PAUSES_S:
+            # What has no running lease any more is stopped by the fence; nothing to give back.
             for held in jobs:
                 self.release(held, remove=remove)
-            self._wait_settled(jobs, deadline_s)
+            self._held.wait_settled(jobs, deadline_s)
             jobs = self._held.of(workers)
-            if jobs and time.monotonic() + _STOP_AGAIN_S < deadline_s and tries < _STOP_TRIES:
-                self._held.wait_gone(jobs, _STOP_AGAIN_S)
+            if not jobs or time.monotonic() >= deadline_s:
+                break
+            self._held.wait_gone(jobs, min(pause_s, deadline_s - time.monotonic()))
         return CloseReport(
             released=tuple(sorted(held.key for held in began if held.ended == "released")),
             stopped=tuple(sorted(held.key for held in began if held.ended == "stopped")),
             left=tuple(sorted(held.key for held in self._held.of(workers))),
         )
-
-    def _wait_settled(self, jobs: Sequence[HeldJob], deadline_s: float) -> None:
-        """
-        Wait until each of *jobs* is gone, or its turn is over without success.
-        """
-        while time.monotonic() < deadline_s:
-            asked = [held for held in jobs if held.moving or held.state == "stopping"]
-            if self._held.wait_gone(jobs, min(_SETTLE_S, deadline_s - time.monotonic())):
-                return
-            if not asked:
-                return
 
     # -- start -------------------------------------------------------------------------------
 
@@ -166,7 +154,7 @@ class JobRunner:
             return
         # Before the write: who was told that it runs finds it here.
         held.state = "running"
-        matched = self._write(held, statements.started(held.ownership))
+        matched = self._write(held, statements.jobs.started(held.ownership))
         if matched is None:
             # Not known to be told: the dispatcher finds out, and the end of the lease stops it.
             return
@@ -175,39 +163,40 @@ class JobRunner:
             return
         held.answered = True
         held.attempts = 0
-        self._waiters.wake(held.id, held.dispatch_id)
+        self.waiters.wake(held.id, held.dispatch_id)
         self._hub.publish(
             events.JobStarted(key=held.key, fence=held.ownership.fence, requeued=held.job.requeued)
         )
 
     def _after_failed_start(self, held: HeldJob, error: BaseException) -> None:
-        name, text = name_and_text(error)
-        stored = {"type": name, "text": text}
+        stored = _stored(error)
         retried = held.answered or isinstance(error, RetryLater)
         delay_s = backoff.delay_s(held.attempts + 1, first_s=_RETRY_FIRST_S, cap_s=_RETRY_MOST_S)
         if isinstance(error, RetryLater):
             delay_s = error.delay_s
         self._log_failure("a handler's start has failed", "start_failed", held, error)
+        statement = statements.jobs.fail(held.ownership, stored)
         if retried:
-            self._write(held, statements.postpone(held.ownership, stored, round(delay_s * 1000)))
-            self._held.forget(held)
-        else:
-            failed = self._write(held, statements.fail(held.ownership, stored))
-            self._held.forget(held)
-            if failed:
-                self.file_failure(held.id, held.dispatch_id, stored)
-        self._hub.publish(events.JobStartFailed(key=held.key, error=name, retried=retried))
+            delay_ms = round(delay_s * 1000)
+            statement = statements.jobs.postpone(held.ownership, stored, delay_ms)
+        matched = self._write(held, statement)
+        self._held.forget(held)
+        if matched and not retried:
+            self.file_failure(held.id, held.dispatch_id, stored)
+        self._hub.publish(
+            events.JobStartFailed(key=held.key, error=stored["type"], retried=retried)
+        )
 
     def file_failure(self, job_id: str, dispatch_id: str, error: dict[str, Any]) -> None:
         """
         File the verdict of a failed job, and wake its dispatcher.
         """
         try:
-            self._store.file_failure(job_id, self._pool, dispatch_id, error)
+            self._store.file_failure(job_id, dispatch_id, error)
         except StoreError as failure:
             # The next reading of failed jobs files it.
             self.health.note_error(failure)
-        self._waiters.wake(job_id)
+        self.waiters.wake(job_id)
 
     # -- notifications and stop requests -----------------------------------------------------
 
@@ -215,7 +204,7 @@ class JobRunner:
         if held.state != "running" or not self._may_go_on(held):
             return
         try:
-            found = self._store.read_raw(statements.inbox_of(held.ownership))
+            found = self._store.read_raw(statements.jobs.inbox_of(held.ownership))
         except StoreError as error:
             # The mark stays in the document; the next scan finds it.
             self.health.note_error(error)
@@ -236,7 +225,7 @@ class JobRunner:
             last = message["seq"]
             self._notify(held, codec.thaw(message, "payload", self._store.codec_options))
         if last is not None:
-            self._write(held, statements.took(held.ownership, last))
+            self._write(held, statements.jobs.took(held.ownership, last))
 
     def _notify(self, held: HeldJob, payload: Any) -> None:
         notify = getattr(held.worker.handler, "notify", None)
@@ -254,18 +243,17 @@ class JobRunner:
         if error is None:
             self._remove(held)
             return
-        name, text = name_and_text(error)
-        stored = {"type": name, "text": text}
-        self._write(held, statements.put_result(stop_id, self._pool, held.key, stored))
-        self._write(held, statements.stop_failed(held.ownership, stop_id))
-        self._waiters.wake(held.id)
+        stored = _stored(error)
+        self._write(held, statements.jobs.put_result(stop_id, self._store.pool, held.key, stored))
+        self._write(held, statements.jobs.stop_failed(held.ownership, stop_id))
+        self.waiters.wake(held.id)
 
     def _remove(self, held: HeldJob) -> None:
-        if self._write(held, statements.remove_owned(held.ownership)) is not None:
+        if self._write(held, statements.jobs.remove_owned(held.ownership)) is not None:
             held.ended = "stopped"
             self._hub.publish(events.JobStopped(key=held.key, fence=held.ownership.fence))
         self._held.forget(held)
-        self._waiters.wake(held.id)
+        self.waiters.wake(held.id)
 
     # -- leaving -----------------------------------------------------------------------------
 
@@ -283,16 +271,10 @@ class JobRunner:
             self._give_back(held)
 
     def _give_back(self, held: HeldJob) -> None:
-        if self._write(held, statements.release(held.ownership, self._epoch())) is not None:
+        if self._write(held, statements.jobs.release(held.ownership, self._epoch())) is not None:
             held.ended = "released"
             self._hub.publish(events.JobReleased(key=held.key, fence=held.ownership.fence))
         self._held.forget(held)
-
-    def _fence(self, held: HeldJob) -> None:
-        if held.state in {"starting", "running", "stopping"}:
-            self._call_stop(held)
-            self._hub.publish(events.JobLost(key=held.key, fence=held.ownership.fence))
-        held.state = "gone"
 
     def _call_stop(self, held: HeldJob) -> BaseException | None:
         """
@@ -361,3 +343,8 @@ class JobRunner:
                 "error_type": type(error).__name__,
             },
         )
+
+
+def _stored(error: BaseException) -> dict[str, str]:
+    name, text = name_and_text(error)
+    return {"type": name, "text": text}

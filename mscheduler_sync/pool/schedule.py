@@ -72,7 +72,6 @@ class Schedule(Recurring):
     def __init__(
         self,
         store: PoolStore,
-        pool: str,
         name: str,
         planner: Planner,
         interval_s: float,
@@ -82,7 +81,7 @@ class Schedule(Recurring):
         node: Callable[[], str],
         on_crash: CrashHandler,
     ) -> None:
-        super().__init__(store, pool, "schedules", name, interval_s, on_crash)
+        super().__init__(store, "schedules", name, interval_s, on_crash)
         self._planner = planner
         self._requests = requests
         self._dispatch_timeout_s = dispatch_timeout_s
@@ -100,7 +99,9 @@ class Schedule(Recurring):
             self.thread.pause(min(1.0, document["interval_ms"] / 1000))
             return
         runner = uuid.uuid4().hex
-        self._store.write(statements.begin_plan(self._id, runner, self._node(), document["runner"]))
+        self._store.write(
+            statements.recurring.begin_plan(self._id, runner, self._node(), document["runner"])
+        )
         taken = self._shared()
         if taken is None or taken["runner"] != runner:
             self.thread.pause(BEATEN_S)
@@ -114,7 +115,7 @@ class Schedule(Recurring):
         owner = document["runner_node"]
         if document["runner"] is None or owner == self._node():
             return True
-        found = self._store.read_one(statements.node_state(owner))
+        found = self._store.read_one(statements.members.node_state(owner))
         return found is None or found["state"] != statements.ALIVE
 
     def _run(self, runner: str, document: Document) -> None:
@@ -125,18 +126,18 @@ class Schedule(Recurring):
                 msg = f"plan() must return a JobPlan, got {type(plan).__name__}"
                 raise TypeError(msg)  # noqa: TRY301 - logged like what a planner raises
         except ScheduleStop:
-            if self._store.remove(statements.end_schedule(self._id, runner)):
+            if self._store.remove(statements.recurring.end_schedule(self._id, runner)):
                 self.close()
             # Else it is another's by now, or gone: the next step tells.
             return
         except Exception as error:  # noqa: BLE001 - the next plan may be better
             self._log_failure("a planner has failed", "plan_failed", None, error)
-            self._store.write(statements.end_plan(self._id, runner, interval_ms))
+            self._store.write(statements.recurring.end_plan(self._id, runner, interval_ms))
             return
         if self._carry_out(runner, plan, set(document["keys"])):
-            self._store.write(statements.end_plan(self._id, runner, interval_ms))
+            self._store.write(statements.recurring.end_plan(self._id, runner, interval_ms))
         else:
-            self._store.write(statements.leave_plan(self._id, runner))
+            self._store.write(statements.recurring.leave_plan(self._id, runner))
 
     def _carry_out(self, runner: str, plan: JobPlan, tracked: set[str]) -> bool:
         """
@@ -147,7 +148,7 @@ class Schedule(Recurring):
             # Before the dispatch: a planner that dies between the two forgets no job.
             if (
                 self.thread.stopping
-                or not self._store.write(statements.track(self._id, runner, key))[0]
+                or not self._store.write(statements.recurring.track(self._id, runner, key))[0]
             ):
                 return False
             self._start_job(runner, key, payload)
@@ -171,7 +172,7 @@ class Schedule(Recurring):
             raise
         except (MSchedulerError, TypeError, ValueError) as error:
             self._log_failure("a planned job could not be started", "start_failed", key, error)
-            self._store.write(statements.untrack(self._id, runner, key))
+            self._store.write(statements.recurring.untrack(self._id, runner, key))
 
     def _stop_job(self, runner: str, key: str) -> None:
         try:
@@ -183,7 +184,7 @@ class Schedule(Recurring):
         except (MSchedulerError, TypeError, ValueError) as error:
             self._log_failure("a planned job could not be stopped", "stop_failed", key, error)
             return
-        self._store.write(statements.untrack(self._id, runner, key))
+        self._store.write(statements.recurring.untrack(self._id, runner, key))
 
     def _log_failure(self, message: str, event: str, key: str | None, error: Exception) -> None:
         self.thread.health.note_error(error)

@@ -28,6 +28,7 @@ _log = logger("pool")
 
 #: Shorter time-outs are kept to by this module itself, in seconds.
 _SHORT_S: Final = 0.5
+_STOPPED: Final = {"type": "JobStopped", "text": "it was stopped before it started"}
 _WHERE: Final[tuple[Where, ...]] = (
     "pools",
     "nodes",
@@ -41,11 +42,12 @@ _WHERE: Final[tuple[Where, ...]] = (
 
 class PoolStore(ServerCalls):
     """
-    The one way to the collections of the pools of a database.
+    The one way to the collections of the pools of a database, for members of *pool*.
     """
 
-    def __init__(self, database: Database[Any], prefix: str) -> None:
+    def __init__(self, database: Database[Any], prefix: str, pool: str) -> None:
         super().__init__(database)
+        self.pool = pool
         #: How the application codes its values.
         self.codec_options: CodecOptions[Any] = database.codec_options
         self._collections: dict[Where, Collection[RawBSONDocument]] = {
@@ -117,7 +119,7 @@ class PoolStore(ServerCalls):
             with self._call():
                 self._collections["jobs"].insert_one(document)  # type: ignore[arg-type]
         except DuplicateKeyError:
-            found = self.read_one(statements.job(document["_id"], {"dispatch_id": 1}))
+            found = self.read_one(statements.jobs.job(document["_id"], {"dispatch_id": 1}))
             return found is not None and found["dispatch_id"] == document["dispatch_id"]
         return True
 
@@ -146,17 +148,27 @@ class PoolStore(ServerCalls):
                 return collection.delete_many(statement.filter).deleted_count
             return collection.delete_one(statement.filter).deleted_count
 
-    def file_failure(
-        self, job_id: str, pool: str, dispatch_id: str, error: Mapping[str, Any]
-    ) -> None:
+    def file_failure(self, job_id: str, dispatch_id: str, error: Mapping[str, Any]) -> None:
         """
         Put the verdict of a failed job where its dispatcher finds it, and free the key.
 
         May be done by anybody, and more than once.
         """
-        key = statements.name_in(pool, job_id)
-        self.write(statements.put_result(dispatch_id, pool, key, error))
-        self.remove(statements.remove_failed(job_id, dispatch_id))
+        key = statements.name_in(self.pool, job_id)
+        self.write(statements.jobs.put_result(dispatch_id, self.pool, key, error))
+        self.remove(statements.jobs.remove_failed(job_id, dispatch_id))
+
+    def end_pending(self, job: Document) -> bool:
+        """
+        End a pending job that is to be stopped; return False if it is not pending any more.
+        """
+        job_id, dispatch_id = job["_id"], job["dispatch_id"]
+        if job["answered"] is not None:
+            return self.remove(statements.jobs.remove_pending(job_id, dispatch_id)) > 0
+        if not self.write(statements.jobs.cancel(job_id, dispatch_id, _STOPPED))[0]:
+            return False
+        self.file_failure(job_id, dispatch_id, _STOPPED)
+        return True
 
     def insist(
         self,

@@ -124,7 +124,6 @@ class PoolWatcher(StreamReader):
     def __init__(
         self,
         store: PoolStore,
-        pool: str,
         node: str,
         *,
         waiters: Waiters,
@@ -133,12 +132,12 @@ class PoolWatcher(StreamReader):
     ) -> None:
         super().__init__(
             store.jobs,
-            statements.watch_pipeline(pool, verdicts_only=listener is None),
+            statements.jobs.watch_pipeline(store.pool, verdicts_only=listener is None),
             owner_id=node,
             log=_log,
             on_crash=on_crash,
         )
-        self._prefix = pool + statements.SEPARATOR
+        self._prefix = store.pool + statements.SEPARATOR
         self._waiters = waiters
         self._listener = listener
 
@@ -179,5 +178,5 @@ class PoolWatcher(StreamReader):
                     epoch=fields.get("epoch"),
                 )
             )
-        if not is_new and state not in statements.ON_THE_WAY:
+        if not is_new and state not in statements.jobs.ON_THE_WAY:
             self._waiters.wake(job_id, answered if isinstance(answered, str) else None)

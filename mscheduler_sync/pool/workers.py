@@ -167,9 +167,8 @@ class Membership:
     Who may claim for this node now. Safe from any thread.
     """
 
-    def __init__(self, store: PoolStore, pool: str, view: PoolView, lease: Lease) -> None:
+    def __init__(self, store: PoolStore, view: PoolView, lease: Lease) -> None:
         self._store = store
-        self._pool = pool
         self._view = view
         self._lease = lease
         self._lock = threading.Lock()
@@ -185,6 +184,19 @@ class Membership:
     def workers(self) -> list[Worker]:
         with self._lock:
             return list(self._workers)
+
+    def pool_workers(self) -> list[WorkerInfo]:
+        """
+        Return the workers of all nodes, in the order of their slots.
+        """
+        slots = self._view.refresh().ring.slots
+        workers = self._store.read(statements.members.workers_of_pool(self._store.pool))
+        created_at = {one["_id"]: one["created_at"] for one in workers}
+        return [
+            WorkerInfo(slot.worker, slot.node, created_at[slot.worker])
+            for slot in slots
+            if slot.worker in created_at
+        ]
 
     def add(self, handler: Handler, jobs_of: Callable[[Worker], list[Job]]) -> Worker:
         """
@@ -220,7 +232,7 @@ class Membership:
         """
         worker.leave()
         self._publish()
-        self._store.write(statements.leave(self._pool, worker.id))
+        self._store.write(statements.members.leave(self._store.pool, worker.id))
         self._view.refresh()
 
     def forget(self, worker: Worker) -> None:
@@ -229,7 +241,7 @@ class Membership:
             if worker in self._workers:
                 self._workers.remove(worker)
         self._publish()
-        self._store.remove(statements.forget_worker(worker.id))
+        self._store.remove(statements.members.forget_worker(worker.id))
 
     def suspend(self) -> None:
         """
@@ -258,7 +270,7 @@ class Membership:
         staying = {worker.id: worker for worker in self.workers() if not worker.is_leaving}
         for slot in ring.slots:
             if slot.node == node and slot.worker not in staying:
-                self._store.write(statements.leave(self._pool, slot.worker))
+                self._store.write(statements.members.leave(self._store.pool, slot.worker))
         if not self.active().workers:
             # Suspended, or without workers.
             return
@@ -268,11 +280,11 @@ class Membership:
 
     def _enter(self, worker: Worker) -> None:
         worker_id, node = worker.id, self._lease.node
-        self._store.write(statements.register_worker(worker_id, node, self._pool))
-        matched, _ = self._store.write(statements.join(self._pool, worker_id, node))
+        self._store.write(statements.members.register_worker(worker_id, node, self._store.pool))
+        matched, _ = self._store.write(statements.members.join(self._store.pool, worker_id, node))
         if not matched:
-            self._store.remove(statements.forget_worker(worker_id))
-            raise PoolClosed(self._pool)
+            self._store.remove(statements.members.forget_worker(worker_id))
+            raise PoolClosed(self._store.pool)
         self._view.refresh()
 
     def _publish(self) -> None:

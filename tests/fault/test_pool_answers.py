@@ -178,7 +178,7 @@ def test_a_claim_that_is_carried_out_late_is_given_back(
     node = make(worker_ttl=TTL_S)
     worker = node.add_worker(Member(recorder))
     now = worker.created_at
-    job = statements.new_job("p", "a", 1, now=now, dispatch_id="d", node="x", epoch=0)
+    job = statements.jobs.new_job("p", "a", 1, now=now, dispatch_id="d", node="x", epoch=0)
     taken = {"state": "starting", "owner": worker.id, "node": node.id, "claim_id": "late"}
     database.pool_jobs.insert_one({**job, **taken, "fence": Int64(7)})
     wait_until(lambda: recorder.of("a") == [("start", 1)], "the job is started")
@@ -207,7 +207,7 @@ def test_a_start_that_takes_long_is_not_given_back(
     wait_until(lambda: len(starts) == 1, "the start is called")
     # Each look files the verdicts that a dead owner has left: seen three times.
     for number in range(3):
-        job = statements.new_job(
+        job = statements.jobs.new_job(
             "p", f"failed{number}", 1, now=starts[0].created_at, dispatch_id="d", node="x", epoch=0
         )
         database.pool_jobs.insert_one({**job, "state": "failed", "error": {}})
@@ -230,7 +230,7 @@ def test_nothing_starts_on_a_worker_that_was_removed(
     A claim that was under way when the worker left is given back unstarted.
     """
     asked, go = threading.Event(), threading.Event()
-    claim = statements.claim
+    claim = statements.jobs.claim
 
     def slow(*args: Any) -> Any:
         asked.set()
@@ -239,7 +239,7 @@ def test_nothing_starts_on_a_worker_that_was_removed(
 
     node = make()
     worker = node.add_worker(Member(recorder))
-    monkeypatch.setattr(statements, "claim", slow)
+    monkeypatch.setattr(statements.jobs, "claim", slow)
     asking = Asking(make("caller", client_only=True), "a")
     assert asked.wait(10)
     report = node.remove_worker(worker)
@@ -264,7 +264,7 @@ def test_a_hanging_start_asks_for_another_try_at_the_last_moment(
     Between the dispatcher's last look and its stop request: then it takes the job back.
     """
     release = threading.Event()
-    ask_stop = statements.ask_stop
+    ask_stop = statements.jobs.ask_stop
     caller = make("caller", client_only=True)
 
     class Hesitant:
@@ -284,7 +284,7 @@ def test_a_hanging_start_asks_for_another_try_at_the_last_moment(
 
     node, handler = make(), Hesitant()
     node.add_worker(handler)
-    monkeypatch.setattr(statements, "ask_stop", late)
+    monkeypatch.setattr(statements.jobs, "ask_stop", late)
     with pytest.raises(DispatchTimeout) as caught:
         caller.dispatch("a", timeout=0.3)
     assert not caught.value.started
@@ -301,15 +301,15 @@ def test_a_stop_request_is_for_the_job_that_was_seen(
     node = make()
     node.add_worker(Member(recorder))
     node.dispatch("a", 1)
-    ask_stop = statements.ask_stop
+    ask_stop = statements.jobs.ask_stop
 
     def late(*args: Any) -> Any:
-        monkeypatch.setattr(statements, "ask_stop", ask_stop)
+        monkeypatch.setattr(statements.jobs, "ask_stop", ask_stop)
         node.stop_job("a", wait=True)
         node.dispatch("a", 2)
         return ask_stop(*args)
 
-    monkeypatch.setattr(statements, "ask_stop", late)
+    monkeypatch.setattr(statements.jobs, "ask_stop", late)
     node.stop_job("a", wait=True)
     node.notify("a", "still there")
     wait_until(lambda: recorder.count("notify"), "the notification arrives")
@@ -528,8 +528,8 @@ def test_a_short_time_out_is_kept(
     took = []
     own: MongoClient[Document]
     with MongoClient(server_uri, appname="silent", retryWrites=False) as own:
-        store = PoolStore(own[database.name], "pool_")
-        store.write(statements.renew_lease("n", 1000))
+        store = PoolStore(own[database.name], "pool_", "p")
+        store.write(statements.members.renew_lease("n", 1000))
         with fail_point(
             client, ["update"], "alwaysOn", appName="silent", blockConnection=True, blockTimeMS=1000
         ):
@@ -537,6 +537,6 @@ def test_a_short_time_out_is_kept(
             for _ in range(3):
                 began_s = time.monotonic()
                 with pytest.raises(StoreUnavailable):
-                    store.write(statements.renew_lease("n", 1000), timeout_s=0.1)
+                    store.write(statements.members.renew_lease("n", 1000), timeout_s=0.1)
                 took.append(time.monotonic() - began_s)
     assert min(took) < 0.4

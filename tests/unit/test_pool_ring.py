@@ -4,11 +4,13 @@ The ring: hashing and slots.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mscheduler_sync.pool.ring import Ring, Slot, after_leave, crc64, hash_of, jump_hash
+from mscheduler_sync.pool.ring import Ring, Slot, crc64, hash_of, jump_hash
 
 SIZES = (1, 2, 3, 4, 5, 8, 16, 100)
 BUCKETS = {
@@ -18,6 +20,21 @@ BUCKETS = {
     "job2": (0, 0, 0, 3, 3, 5, 9, 69),
     "": (0, 0, 0, 0, 0, 0, 0, 0),
 }
+
+
+def after_leave(workers: Iterable[str], leaving: str) -> list[str]:
+    """
+    Return the order of slots after *leaving* has left: the last one moves into the gap.
+
+    What `statements.members.leave` does in the database; for tests and explanations.
+    """
+    order = list(workers)
+    if leaving in order:
+        slot = order.index(leaving)
+        last = order.pop()
+        if slot < len(order):
+            order[slot] = last
+    return order
 
 
 def test_the_checksum_is_that_of_the_original() -> None:

@@ -21,9 +21,7 @@ from mscheduler_sync.pool.statements.base import (
 Recurrent = Literal["tickers", "schedules"]
 
 
-def set_recurring(
-    where: Recurrent, document_id: str, pool: str, name: str, interval_ms: int
-) -> Write:
+def make(where: Recurrent, document_id: str, pool: str, name: str, interval_ms: int) -> Write:
     """
     Make a ticker or a schedule, or give it another interval.
 
@@ -47,11 +45,11 @@ def set_recurring(
     return Write(where, {"_id": document_id}, [*changed(**fields), *interval], upsert=True)
 
 
-def recurring(where: Recurrent, document_id: str) -> Read:
+def read(where: Recurrent, document_id: str) -> Read:
     return Read(where, {"_id": document_id}, limit=1)
 
 
-def remove_recurring(where: Recurrent, document_id: str) -> Removal:
+def remove(where: Recurrent, document_id: str) -> Removal:
     return Removal(where, {"_id": document_id})
 
 
