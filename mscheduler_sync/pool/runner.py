@@ -123,13 +123,13 @@ class JobRunner:
         """
         began = jobs = self._held.of(workers)
         for pause_s in _STOP_PAUSES_S:
+            if not jobs or time.monotonic() >= deadline_s:
+                break
             # What has no running lease any more is stopped by the fence; nothing to give back.
             for held in jobs:
                 self.release(held, remove=remove)
             self._held.wait_settled(jobs, deadline_s)
             jobs = self._held.of(workers)
-            if not jobs or time.monotonic() >= deadline_s:
-                break
             self._held.wait_gone(jobs, min(pause_s, deadline_s - time.monotonic()))
         return CloseReport(
             released=tuple(sorted(held.key for held in began if held.ended == "released")),
