@@ -18,6 +18,7 @@ from pymongo.collection import Collection
 from mscheduler_sync._runtime import living
 from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.signals import serve
 from mscheduler_sync._runtime.slots import Slots
 from mscheduler_sync._stages.assembly import Assembly, StopReport
 from mscheduler_sync._stages.running import RunningAttempts
@@ -33,7 +34,6 @@ from mscheduler_sync.events import (
 from mscheduler_sync.health import Health, State, take_health
 from mscheduler_sync.invocation import Invocation, invocation_of
 from mscheduler_sync.router import Router
-from mscheduler_sync.run_forever import serve
 from mscheduler_sync.settings import (
     ConsumerSettings,
     check_max_workers,

@@ -16,6 +16,7 @@ from pymongo.database import Database
 
 from mscheduler_sync._runtime import living
 from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.signals import serve
 from mscheduler_sync.errors import ComponentCrashed, PoolClosed, StoreError, StoreUnavailable
 from mscheduler_sync.events import Event, EventHub, Subscription
 from mscheduler_sync.health import ComponentReport
@@ -32,7 +33,6 @@ from mscheduler_sync.pool.recurring import Tick, Ticker
 from mscheduler_sync.pool.schedule import Planner, Schedule
 from mscheduler_sync.pool.settings import NodeSettings, name_of
 from mscheduler_sync.pool.workers import Handler, Worker, WorkerInfo, check_handler
-from mscheduler_sync.run_forever import serve
 from mscheduler_sync.settings import Duration, seconds, text
 
 _log = logger("pool")

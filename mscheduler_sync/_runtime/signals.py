@@ -1,5 +1,5 @@
 """
-Signals for a consumer that is the purpose of its process.
+SIGINT and SIGTERM while `run_forever` runs.
 """
 
 from __future__ import annotations
