@@ -4,9 +4,6 @@ The consumer as the application sees it: life, waiting, events, health.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -15,15 +12,14 @@ from typing import Any, Final
 import attrs
 from pymongo.collection import Collection
 
-from mscheduler_sync._runtime import living
 from mscheduler_sync._runtime.delay_queue import DelayQueue
+from mscheduler_sync._runtime.lifecycle import ENDS, Lifecycle, Owner, State
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.signals import serve
 from mscheduler_sync._runtime.slots import Slots
 from mscheduler_sync._stages.assembly import Assembly, StopReport
 from mscheduler_sync._stages.running import RunningAttempts
 from mscheduler_sync._storage.store import TaskStore
-from mscheduler_sync.errors import ComponentCrashed
 from mscheduler_sync.events import (
     ConsumerStateChanged,
     Event,
@@ -31,7 +27,7 @@ from mscheduler_sync.events import (
     Subscription,
     deadline_after,
 )
-from mscheduler_sync.health import Health, State, take_health
+from mscheduler_sync.health import Health, take_health
 from mscheduler_sync.invocation import Invocation, invocation_of
 from mscheduler_sync.router import Router
 from mscheduler_sync.settings import (
@@ -116,24 +112,34 @@ class Consumer:
         )
         self._settings = settings
         self._has_own_id = worker_id is not None
-        self._pid = os.getpid()
         self._router = func_or_router if isinstance(func_or_router, Router) else None
         self._function: Invocation | None = None
         if not isinstance(func_or_router, Router):
             self._function = invocation_of(func_or_router)
-        self._lock = threading.Lock()
-        # Under _lock.
-        self._state: State = "new"
-        self._crash: ComponentCrashed | None = None
-        self._report: StopReport | None = None
-        self._being_stopped = False
-        self._stop_asked = threading.Event()
-        self._stopped = threading.Event()
-        self._hub = EventHub()
         self._store = TaskStore(collection)
-        self._slots = Slots(settings.max_workers)
-        self._queue = DelayQueue(settings.queue_limit)
-        self._running = RunningAttempts(self._slots, is_stopping=self._stop_asked.is_set)
+        self._life = Lifecycle(
+            Owner(
+                kind="consumer",
+                log=_log,
+                id=lambda: self.worker_id,
+                start=self.start,
+                stop=self.stop,
+                nothing=StopReport(),
+                stop_timeout_s=settings.stop_timeout_s,
+                prepare=self._assemble,
+                on_state=self._on_state,
+                renew=self._renew,
+            )
+        )
+
+    def _renew(self, life: Lifecycle[StopReport]) -> None:
+        if life.state == "new" and not self._has_own_id:
+            self._settings = attrs.evolve(self._settings, worker_id=new_worker_id())
+        self._store.notice_fork()
+        self._hub = EventHub()
+        self._slots = Slots(self._settings.max_workers)
+        self._queue = DelayQueue(self._settings.queue_limit)
+        self._running = RunningAttempts(self._slots, is_stopping=life.stop_asked.is_set)
         self._assembly: Assembly | None = None
 
     # -- life --------------------------------------------------------------------------------
@@ -146,54 +152,8 @@ class Consumer:
             RuntimeError: If it was started or stopped before.
             ValueError: If a router without functions was given.
         """
-        if self._router is not None:
-            if not self._router.names:
-                msg = "the router has no functions; this consumer would never run anything"
-                raise ValueError(msg)
-            self._router.freeze()
-        self._adopt_process()
-        self._check_process()
-        with self._lock:
-            if self._state != "new":
-                msg = f"this consumer is {self._state}; a consumer is started once"
-                raise RuntimeError(msg)
-            self._state = "running"
-            self._assembly = Assembly(
-                settings=self._settings,
-                store=self._store,
-                slots=self._slots,
-                queue=self._queue,
-                running=self._running,
-                hub=self._hub,
-                names=None if self._router is None else self._router.names,
-                function_of=self._function_of,
-                on_crash=self._on_crash,
-            )
-        living.add(self)
-        self._warn_of_small_pool()
-        self._assembly.start()
-        self._say("running")
-
-    def _warn_of_small_pool(self) -> None:
-        """
-        Threads that wait for a connection beat late; say so once, before it happens.
-        """
-        size = self._store.collection.database.client.options.pool_options.max_pool_size
-        needed = self._settings.max_workers + _OWN_CONNECTIONS
-        if size is not None and size < needed:
-            _log.warning(
-                "the client's connection pool is smaller than the threads that may need it",
-                extra={
-                    "event": "small_pool",
-                    "worker_id": self.worker_id,
-                    "max_pool_size": size,
-                    "needed": needed,
-                },
-            )
-
-    def _ensure_started(self) -> None:
-        if not self.running:
-            self.start()
+        if not self._life.start():
+            self._life.refuse()
 
     def wait_started(self, timeout: float | None = None) -> bool:
         """
@@ -205,7 +165,7 @@ class Consumer:
         assembly = self._assembly
         if assembly is None:
             return False
-        while not self._stop_asked.is_set():
+        while not self._life.stop_asked.is_set():
             left_s = deadline_s - time.monotonic()
             if assembly.fetcher.wait_first_pass(min(max(left_s, 0.0), _SLICE_S)):
                 return True
@@ -229,55 +189,7 @@ class Consumer:
         Raises:
             ComponentCrashed: If a component had failed for good; the stop was done nevertheless.
         """
-        timeout_s = (
-            self._settings.stop_timeout_s if timeout is None else seconds(timeout, "timeout")
-        )
-        if os.getpid() != self._pid:
-            return StopReport()
-        if self._assembly is not None and self._assembly.executor.is_running_here():
-            # A task cannot wait for its own end, and perhaps nobody waits in run_forever.
-            self.request_stop()
-            self._stop_in_thread(timeout)
-            return StopReport()
-        with self._lock:
-            state, assembly = self._state, self._assembly
-            if state == "new":
-                self._state = "stopped"
-                self._report = StopReport()
-                self._stopped.set()
-            is_mine = (
-                assembly is not None and not self._being_stopped and not self._stopped.is_set()
-            )
-            if is_mine:
-                self._state = "stopping"
-                self._being_stopped = True
-        if is_mine and assembly is not None:
-            self._stop_asked.set()
-            self._stop_assembly(assembly, timeout_s)
-        elif state == "new":
-            self._hub.close()
-        self._stopped.wait(min(timeout_s + 1.0, threading.TIMEOUT_MAX))
-        if self._crash is not None:
-            raise self._crash
-        return self._report or StopReport()
-
-    def _stop_assembly(self, assembly: Assembly, timeout_s: float) -> None:
-        """
-        Stop the threads. An interrupted stop (Ctrl-C) is not done: the next one goes on with it.
-        """
-        self._say("stopping")
-        try:
-            self._report = assembly.stop(timeout_s)
-        except BaseException:
-            with self._lock:
-                self._being_stopped = False
-            raise
-        with self._lock:
-            self._state = "crashed" if self._crash else "stopped"
-        living.discard(self)
-        self._say(self._state)
-        self._hub.close()
-        self._stopped.set()
+        return self._life.stop(None if timeout is None else seconds(timeout, "timeout"))
 
     def request_stop(self) -> None:
         """
@@ -285,10 +197,7 @@ class Consumer:
 
         Without `run_forever`, somebody still has to call `stop`.
         """
-        self._stop_asked.set()
-        assembly = self._assembly
-        if assembly is not None:
-            assembly.claimer.request_stop()
+        self._life.request_stop()
 
     def run_forever(self) -> StopReport:
         """
@@ -303,13 +212,7 @@ class Consumer:
             ComponentCrashed: If a component failed again and again; the failure is its cause.
             RuntimeError: If the consumer was stopped before.
         """
-        return serve(
-            start=self._ensure_started,
-            asked=self._stop_asked,
-            stop=self.stop,
-            force=self._force,
-            stopped=self._stopped,
-        )
+        return serve(self._life, self._give_back_everything)
 
     def run_until_idle(self, timeout: float | None = None) -> bool:
         """
@@ -323,11 +226,10 @@ class Consumer:
             ComponentCrashed: If a component failed again and again.
         """
         deadline_s = deadline_after(timeout)
-        self._check_process()
-        if self.state == "new":
+        if self.state in {"new", "forked"}:
             self.start()
         assembly = self._assembly
-        while assembly is not None and not self._stop_asked.is_set():
+        while assembly is not None and not self._life.stop_asked.is_set():
             if deadline_s <= time.monotonic():
                 return False
             begun = self._running.begun
@@ -342,14 +244,14 @@ class Consumer:
                 and self._running.begun == begun
             ):
                 return True
-        self._raise_crash()
+        self._life.raise_crash()
         return False
 
     def _wait_quiet(self, deadline_s: float) -> bool:
         """
         Wait until nothing is due or under way here, or the stop was asked for.
         """
-        while not self._stop_asked.is_set():
+        while not self._life.stop_asked.is_set():
             if self._is_quiet():
                 return True
             left_s = deadline_s - time.monotonic()
@@ -357,7 +259,7 @@ class Consumer:
                 return False
             if self._slots.wait_empty(min(_SLICE_S, left_s)):
                 # What is due waits for the claimer, or an outcome for the server: a moment.
-                self._stop_asked.wait(0.005)
+                self._life.stop_asked.wait(0.005)
         return False
 
     def _is_quiet(self) -> bool:
@@ -377,10 +279,7 @@ class Consumer:
         """
         ``new``, ``running``, ``stopping``, ``stopped``, ``crashed``; ``forked`` in a child process.
         """
-        if os.getpid() != self._pid and self._state != "new":
-            return "forked"
-        with self._lock:
-            return self._state
+        return self._life.state
 
     @property
     def running(self) -> bool:
@@ -415,14 +314,11 @@ class Consumer:
         """
         return take_health(
             state=self.state,
-            crash=self._crash,
-            services=self._assembly.services if self._assembly is not None else [],
-            watcher=self._assembly.watcher if self._assembly is not None else None,
+            crash=self._life.crash,
+            assembly=self._assembly,
             slots=self._slots,
             queue=self._queue,
             running=self._running,
-            writer=self._assembly.writer if self._assembly is not None else None,
-            candidates=self._assembly.candidates if self._assembly is not None else None,
             store=self._store,
         )
 
@@ -456,17 +352,10 @@ class Consumer:
         with self._hub.subscribe() as subscription:
             return subscription.wait_for(predicate, timeout)
 
-    def _say(self, state: str) -> None:
-        _log.info(
-            "the consumer changed its state",
-            extra={"event": f"consumer_{state}", "worker_id": self.worker_id},
-        )
-        self._hub.publish(ConsumerStateChanged(state=state))
-
     # -- ends --------------------------------------------------------------------------------
 
     def __enter__(self) -> Consumer:
-        self._ensure_started()
+        self._life.ensure_started()
         return self
 
     def __exit__(
@@ -475,12 +364,7 @@ class Consumer:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            self.stop()
-        except ComponentCrashed:
-            # An exception on its way out of the block is the more important one.
-            if exc is None:
-                raise
+        self._life.leave(exc)
 
     def __repr__(self) -> str:
         return (
@@ -488,81 +372,39 @@ class Consumer:
             f"state={self.state!r})"
         )
 
-    def _on_crash(self, component: str, error: BaseException) -> None:
-        crash = ComponentCrashed(component)
-        crash.__cause__ = error
-        with self._lock:
-            if self._crash is None:
-                self._crash = crash
-        _log.critical(
-            "the consumer stops: a component failed again and again",
-            exc_info=error,
-            extra={
-                "event": "component_crashed",
-                "worker_id": self.worker_id,
-                "component": component,
-            },
+    # -- called by the life cycle ------------------------------------------------------------
+
+    def _assemble(self) -> Assembly:
+        if self._router is not None:
+            if not self._router.names:
+                msg = "the router has no functions; this consumer would never run anything"
+                raise ValueError(msg)
+            self._router.freeze()
+        options = self._store.collection.database.client.options.pool_options
+        needed = self._settings.max_workers + _OWN_CONNECTIONS
+        self._life.warn_of_small_pool(options.max_pool_size, needed)
+        assembly = Assembly(
+            settings=self._settings,
+            store=self._store,
+            slots=self._slots,
+            queue=self._queue,
+            running=self._running,
+            hub=self._hub,
+            names=None if self._router is None else self._router.names,
+            function_of=self._function_of,
+            on_crash=self._life.on_crash,
         )
-        self.request_stop()
-        # Nobody may be waiting in run_forever: end by ourselves, outside the failed thread.
-        self._stop_in_thread(None)
+        self._assembly = assembly
+        return assembly
 
-    def _stop_in_thread(self, timeout: float | None) -> None:
-        def stop() -> None:
-            with contextlib.suppress(ComponentCrashed):
-                self.stop(timeout)
+    def _on_state(self, state: State) -> None:
+        self._hub.publish(ConsumerStateChanged(state=state))
+        if state in ENDS:
+            self._hub.close()
 
-        threading.Thread(target=stop, name=f"ms-stop:{self.worker_id}", daemon=True).start()
-
-    def _raise_crash(self) -> None:
-        if self._crash is not None:
-            raise self._crash
-
-    def _adopt_process(self) -> None:
-        """
-        One that was made before a fork and never started belongs to the process that starts it.
-        """
-        if os.getpid() == self._pid or self._state != "new":
-            return
-        self._pid = os.getpid()
-        if not self._has_own_id:
-            self._settings = attrs.evolve(self._settings, worker_id=new_worker_id())
-        self._renew()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            msg = "this consumer belongs to the parent process; make one in this process"
-            raise RuntimeError(msg)
-
-    def become_child(self) -> None:
-        """
-        In a forked child: nothing running, no events to come.
-        """
-        self._renew()
-        self._stopped.set()
-        self._hub.close()
-        self._assembly = None
-
-    def _renew(self) -> None:
-        """
-        Fresh locks: those of before a fork may be held for ever.
-        """
-        self._lock = threading.Lock()
-        self._stop_asked = threading.Event()
-        self._stopped = threading.Event()
-        self._slots = Slots(self._settings.max_workers)
-        self._queue = DelayQueue(self._settings.queue_limit)
-        self._running = RunningAttempts(self._slots, is_stopping=self._stop_asked.is_set)
-        self._hub = EventHub()
-        self._store.notice_fork()
-
-    def _force(self, timeout_s: float) -> None:
-        """
-        Give back in one update what can be given back; at most *timeout_s* seconds.
-        """
-        assembly = self._assembly
-        if assembly is not None:
-            assembly.give_back_everything(timeout_s)
+    def _give_back_everything(self, timeout_s: float) -> None:
+        if self._assembly is not None:
+            self._assembly.give_back_everything(timeout_s)
 
     def _function_of(self, name: str | None) -> Invocation | None:
         return self._function if self._router is None else self._router.find(name)

@@ -5,21 +5,18 @@ What a consumer tells about itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import attrs
 
 from mscheduler_sync._runtime.delay_queue import DelayQueue
-from mscheduler_sync._runtime.service import ComponentHealth, Service
+from mscheduler_sync._runtime.lifecycle import State
+from mscheduler_sync._runtime.service import ComponentHealth
 from mscheduler_sync._runtime.slots import Slots
-from mscheduler_sync._stages.candidates import Candidates
-from mscheduler_sync._stages.outcome import OutcomeWriter
+from mscheduler_sync._stages.assembly import Assembly
 from mscheduler_sync._stages.running import RunningAttempts
-from mscheduler_sync._stages.watcher import Watcher
 from mscheduler_sync._storage.store import TaskStore
-
-State = Literal["new", "running", "stopping", "stopped", "crashed", "forked"]
 
 
 @attrs.frozen
@@ -77,36 +74,39 @@ class Health:
         )
 
 
+def report_of(alive: bool, health: ComponentHealth) -> ComponentReport:
+    return ComponentReport(
+        alive=alive,
+        last_error=health.last_error,
+        last_error_age=_age(health.last_error_at_s),
+        failures_in_a_row=health.failures_in_a_row,
+    )
+
+
+def crash_text(crash: BaseException | None) -> str | None:
+    return None if crash is None else f"{crash} ({crash.__cause__!r})"[:500]
+
+
+def _age(at_s: float | None) -> float | None:
+    return None if at_s is None else time.monotonic() - at_s
+
+
 def take_health(
     *,
     state: State,
     crash: BaseException | None,
-    services: Sequence[Service],
-    watcher: Watcher | None,
+    assembly: Assembly | None,
     slots: Slots,
     queue: DelayQueue,
     running: RunningAttempts,
-    writer: OutcomeWriter | None,
-    candidates: Candidates | None,
     store: TaskStore,
 ) -> Health:
-    now_s = time.monotonic()
-
-    def age(at_s: float | None) -> float | None:
-        return None if at_s is None else now_s - at_s
-
-    def report(service: Service) -> ComponentReport:
-        health: ComponentHealth = service.health
-        return ComponentReport(
-            alive=service.alive,
-            last_error=health.last_error,
-            last_error_age=age(health.last_error_at_s),
-            failures_in_a_row=health.failures_in_a_row,
-        )
-
+    watcher = assembly.watcher if assembly is not None else None
+    is_streaming = watcher is not None and watcher.is_open
+    services = assembly.services if assembly is not None else []
     return Health(
         state=state,
-        discovery="stream" if watcher is not None and watcher.is_open else "poll",
+        discovery="stream" if is_streaming else "poll",
         slots=slots.size,
         slots_taken=slots.taken,
         running=running.count,
@@ -114,13 +114,11 @@ def take_health(
         stuck=tuple(running.stuck_keys()),
         queue_length=len(queue),
         queue_due=queue.count_due(),
-        set_aside=candidates.set_aside_count if candidates is not None else 0,
-        outcomes_waiting=writer.backlog if writer is not None else 0,
-        last_event_age=age(watcher.last_event_at_s) if watcher is not None else None,
-        stream_age=age(watcher.last_opened_at_s)
-        if watcher is not None and watcher.is_open
-        else None,
+        set_aside=assembly.candidates.set_aside_count if assembly is not None else 0,
+        outcomes_waiting=assembly.writer.backlog if assembly is not None else 0,
+        last_event_age=_age(watcher.last_event_at_s) if watcher is not None else None,
+        stream_age=_age(watcher.last_opened_at_s) if watcher is not None and is_streaming else None,
         clock_offset=store.clock.offset_s,
-        components={service.component: report(service) for service in services},
-        crash=None if crash is None else f"{crash} ({crash.__cause__!r})"[:500],
+        components={one.component: report_of(one.alive, one.health) for one in services},
+        crash=crash_text(crash),
     )

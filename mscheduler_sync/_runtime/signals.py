@@ -10,12 +10,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
+from mscheduler_sync._runtime.lifecycle import Lifecycle, Report
 from mscheduler_sync._runtime.log import logger
 
 _log = logger("consumer")
-_Report = TypeVar("_Report")
 
 #: The main thread waits in slices, so that signals are seen on every system.
 _SLICE_S: Final = 0.1
@@ -96,27 +96,22 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_put_back_in_child)
 
 
-def serve(
-    *,
-    start: Callable[[], None],
-    asked: threading.Event,
-    stop: Callable[[], _Report],
-    force: Callable[[float], None],
-    stopped: threading.Event,
-) -> _Report:
+def serve(life: Lifecycle[Report], last_writes: Callable[[float], object] | None = None) -> Report:
     """
-    *start*, wait for a signal or *asked*, then *stop*; a second signal *force*s the end.
+    Start if needed, wait for a signal or for the stop to be asked for, and stop.
+
+    A second signal ends the process, after *last_writes* has had that many seconds.
     """
     signals = _Signals()
     with signals.installed():
-        start()
-        while not asked.is_set() and not stopped.is_set() and not signals.count:
-            asked.wait(_SLICE_S)
-        box: list[_Report | BaseException] = []
+        life.ensure_started()
+        while not signals.count and not life.stop_asked.wait(_SLICE_S):
+            pass
+        box: list[Report | BaseException] = []
 
         def run() -> None:
             try:
-                box.append(stop())
+                box.append(life.owner.stop(None))
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 box.append(error)
 
@@ -134,11 +129,12 @@ def serve(
                     "a second signal: the process ends now",
                     extra={"event": "forced_exit", "signal": signals.last},
                 )
-                forcing = threading.Thread(
-                    target=force, args=(_FORCE_S,), name="ms-force", daemon=True
-                )
-                forcing.start()
-                forcing.join(_FORCE_S + 0.5)
+                if last_writes is not None:
+                    writing = threading.Thread(
+                        target=last_writes, args=(_FORCE_S,), name="ms-force", daemon=True
+                    )
+                    writing.start()
+                    writing.join(_FORCE_S + 0.5)
                 os._exit(128 + signals.last)
     result = box[0]
     if isinstance(result, BaseException):

@@ -142,6 +142,18 @@ class Assembly:
         for service in self.services:
             service.start()
 
+    def request_stop(self) -> None:
+        """
+        Claim nothing more.
+        """
+        self.claimer.request_stop()
+
+    def is_running_here(self) -> bool:
+        """
+        Whether the calling thread runs a task of this consumer.
+        """
+        return self.executor.is_running_here()
+
     def stop(self, timeout_s: float) -> StopReport:
         """
         Stop in the direction of the flow; leases are kept until the last function has ended.

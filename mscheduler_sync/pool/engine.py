@@ -50,13 +50,16 @@ class Engine:
         settings: NodeSettings,
         *,
         hub: EventHub,
-        on_pool_closed: Callable[[], None],
+        stop_soon: Callable[[], None],
         on_crash: CrashHandler,
     ) -> None:
         self._settings = settings
         self._hub = hub
+        self._stop_soon = stop_soon
         self.store = PoolStore(database, settings.prefix, settings.pool)
         self.view = PoolView(self.store)
+        #: The whole pool is shut down: jobs are removed, not given back.
+        self.is_shutdown = False
         self.held = HeldJobs()
         self._waiters = Waiters()
         #: Set at the end of a close, when the jobs are given up: nobody waits or tries again.
@@ -99,7 +102,7 @@ class Engine:
             claims=self.claims,
             reaper=Reaper(self.store, settings, self.view, self.runner, self.claims, hub),
             is_streaming=self.is_streaming,
-            on_closed=on_pool_closed,
+            on_closed=self._on_pool_closed,
             on_crash=on_crash,
         )
         self._watcher: PoolWatcher | None = None
@@ -242,25 +245,44 @@ class Engine:
             return
         self.control.rescan()
 
+    def _on_pool_closed(self) -> None:
+        """
+        Somebody shuts the pool down. Called in the control thread, which must not wait.
+        """
+        self.is_shutdown = True
+        self._stop_soon()
+
     # -- ends --------------------------------------------------------------------------------
 
     def begin_shutdown(self) -> None:
         self.store.write(statements.members.begin_shutdown(self.store.pool, self.node))
         self.view.refresh()
+        self.is_shutdown = True
 
-    def close(self, timeout_s: float, *, remove: bool) -> CloseReport:
+    def request_stop(self) -> None:
         """
-        End this node: jobs first, then the lease, then the threads.
+        No more ticks and plans; jobs go on.
         """
-        deadline_s = time.monotonic() + timeout_s
         for service in self.recurring:
             service.request_stop()
         if self._watcher is not None:
             # It may sit in its call for a second: from now on, so as not to wait for it later.
             self._watcher.request_stop()
+
+    def is_running_here(self) -> bool:
+        """
+        Whether the calling thread runs a handler.
+        """
+        return self.executor.is_running_here()
+
+    def stop(self, timeout_s: float) -> CloseReport:
+        """
+        End this node: jobs first, then the lease, then the threads.
+        """
+        deadline_s = time.monotonic() + timeout_s
         report = CloseReport()
         if not self._settings.client_only:
-            report = self._give_everything_up(deadline_s, remove=remove)
+            report = self._give_everything_up(deadline_s)
         self._closed.set()
         self._waiters.wake_all()
         self.store.deadline_s = max(deadline_s, time.monotonic() + 0.5)
@@ -273,6 +295,7 @@ class Engine:
         for service in services:
             service.join(last_s - time.monotonic())
         threads = self.executor.join(0.0 if report.left else last_s - time.monotonic())
+        self.is_shutdown = self.is_shutdown or self.view.seen.state != statements.OPEN
         alive = [service.thread_name for service in services if service.alive]
         if report.left:
             _log.warning(
@@ -281,7 +304,7 @@ class Engine:
             )
         return CloseReport(report.released, report.stopped, report.left, (*alive, *threads))
 
-    def _give_everything_up(self, deadline_s: float, *, remove: bool) -> CloseReport:
+    def _give_everything_up(self, deadline_s: float) -> CloseReport:
         writes_s = min(_LAST_WRITES_MOST_S, max(0.0, deadline_s - time.monotonic()) * 0.2)
         workers = self.workers()
         for worker in workers:
@@ -294,7 +317,7 @@ class Engine:
             # If this fails, the reapers of others do it.
             with contextlib.suppress(StoreError):
                 self.membership.take_out(worker)
-        report = self.runner.empty(workers, deadline_s - writes_s, remove=remove)
+        report = self.runner.empty(workers, deadline_s - writes_s, remove=self.is_shutdown)
         for worker in workers:
             worker.end()
         node = self.node

@@ -4,22 +4,19 @@ The node as the application sees it: life, workers, requests, events, health.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 from pymongo.database import Database
 
-from mscheduler_sync._runtime import living
+from mscheduler_sync._runtime.lifecycle import ENDS, Lifecycle, Owner, State
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.signals import serve
-from mscheduler_sync.errors import ComponentCrashed, PoolClosed, StoreError, StoreUnavailable
+from mscheduler_sync.errors import PoolClosed
 from mscheduler_sync.events import Event, EventHub, Subscription
-from mscheduler_sync.health import ComponentReport
+from mscheduler_sync.health import crash_text, report_of
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.engine import Engine
 from mscheduler_sync.pool.events import (
@@ -36,7 +33,6 @@ from mscheduler_sync.pool.workers import Handler, Worker, WorkerInfo, check_hand
 from mscheduler_sync.settings import Duration, seconds, text
 
 _log = logger("pool")
-_SLICE_S: Final = 0.5
 
 
 class Node:
@@ -107,25 +103,31 @@ class Node:
             ring_order=ring_order,
             prefix=prefix,
         )
-        self._pid = os.getpid()
+        self._database = database
+        self._life = Lifecycle(
+            Owner(
+                kind="node",
+                log=_log,
+                id=lambda: self.id,
+                word=self._word,
+                start=self.start,
+                stop=self.close,
+                nothing=CloseReport(),
+                stop_timeout_s=self._settings.shutdown_timeout_s,
+                prepare=self._enter,
+                on_state=self._on_state,
+                renew=self._renew,
+            )
+        )
+
+    def _renew(self, life: Lifecycle[CloseReport]) -> None:
         self._hub = EventHub()
-        self._lock = threading.Lock()
-        # All under _lock.
-        self._state: NodeState = "new"
-        self._crash: ComponentCrashed | None = None
-        self._report: CloseReport | None = None
-        self._close_asked = threading.Event()
-        self._closed = threading.Event()
-        #: Serialises `start`.
-        self._starting = threading.Lock()
-        # Under _starting: the last start that failed, and when, on the monotonic clock.
-        self._failed_start: tuple[float, StoreError] | None = None
         self._engine = Engine(
-            database,
+            self._database,
             self._settings,
             hub=self._hub,
-            on_pool_closed=self._on_pool_closed,
-            on_crash=self._on_crash,
+            stop_soon=life.stop_in_thread,
+            on_crash=life.on_crash,
         )
 
     # -- life --------------------------------------------------------------------------------
@@ -141,53 +143,7 @@ class Node:
             ValueError: The pool uses another ring order.
             RuntimeError: The node was closed, or belongs to the parent process.
         """
-        asked_s = time.monotonic()
-        with self._starting:
-            self._check_process()
-            state = self.state
-            if state == "running":
-                return
-            if state != "new":
-                msg = f"this node is {state}; a node is started once"
-                raise RuntimeError(msg)
-            self._enter(asked_s)
-            with self._lock:
-                if self._state != "new":
-                    msg = "this node was closed while it started"
-                    raise RuntimeError(msg)
-                self._state = "running"
-            living.add(self)
-            self._warn_of_small_pool()
-            self._engine.start()
-        self._say("running")
-
-    def _enter(self, asked_s: float) -> None:
-        if self._failed_start is not None and self._failed_start[0] >= asked_s:
-            # It failed while this caller waited for its turn: he is not made to wait again.
-            raise StoreUnavailable(str(self._failed_start[1])) from self._failed_start[1]
-        try:
-            self._engine.enter()
-        except StoreError as error:
-            self._failed_start = (time.monotonic(), error)
-            raise
-
-    def _warn_of_small_pool(self) -> None:
-        """
-        A heartbeat that waits for a connection is late; say so once, before it happens.
-        """
-        settings, size = self._settings, self._engine.store.max_pool_size
-        # A caller and the stream; lease, control and one handler.
-        needed = 1 + settings.watch + (0 if settings.client_only else 3)
-        if size is not None and size < needed:
-            _log.warning(
-                "the client's connection pool is smaller than the threads that may need it",
-                extra={
-                    "event": "small_pool",
-                    "worker_id": self.id,
-                    "max_pool_size": size,
-                    "needed": needed,
-                },
-            )
+        self._life.start()
 
     def close(self, timeout: Duration | None = None) -> CloseReport:
         """
@@ -202,13 +158,13 @@ class Node:
         Raises:
             ComponentCrashed: If a component had failed for good; the close was done nevertheless.
         """
-        return self._end(self._time(timeout), remove=False)
+        return self._life.stop(self._time(timeout))
 
-    def stop(self) -> CloseReport:
+    def stop(self, timeout: Duration | None = None) -> CloseReport:
         """
         The same as `close`, under the name that consumers use.
         """
-        return self.close()
+        return self.close(timeout)
 
     def shutdown(self, timeout: Duration | None = None) -> ShutdownReport:
         """
@@ -238,7 +194,7 @@ class Node:
             own = CloseReport()
         else:
             self._engine.begin_shutdown()
-            own = self._end(timeout_s, remove=True)
+            own = self._life.stop(timeout_s)
         return self._engine.finish_shutdown(own, deadline_s)
 
     def run_forever(self) -> CloseReport:
@@ -251,13 +207,7 @@ class Node:
             ComponentCrashed: If a component failed again and again; the failure is its cause.
             RuntimeError: If the node was closed before.
         """
-        return serve(
-            start=self.start,
-            asked=self._close_asked,
-            stop=self.close,
-            force=lambda timeout_s: None,  # noqa: ARG005 - nothing can be given back unstopped
-            stopped=self._closed,
-        )
+        return serve(self._life)
 
     # -- workers -----------------------------------------------------------------------------
 
@@ -414,7 +364,7 @@ class Node:
             name,
             interval_s,
             callback=callback,
-            on_crash=self._on_crash,
+            on_crash=self._life.on_crash,
         )
         ticker.start()
         engine.add_recurring(ticker.thread, alone=False)
@@ -448,7 +398,7 @@ class Node:
             engine.requests,
             dispatch_timeout_s=self._settings.dispatch_timeout_s,
             node=lambda: engine.node,
-            on_crash=self._on_crash,
+            on_crash=self._life.on_crash,
         )
         schedule.start()
         engine.add_recurring(schedule.thread, alone=True)
@@ -478,10 +428,7 @@ class Node:
         """
         ``new``, ``running``, ``closing``, ``closed``, ``shutdown``, ``crashed``, or ``forked``.
         """
-        if os.getpid() != self._pid:
-            return "forked"
-        with self._lock:
-            return self._state
+        return self._word(self._life.state)
 
     @property
     def is_closed(self) -> bool:
@@ -502,20 +449,7 @@ class Node:
         Return a snapshot for monitoring. Never blocks on the database.
         """
         engine = self._engine
-        now_s = time.monotonic()
-
-        def report(name: str) -> ComponentReport:
-            alive, health = engine.components()[name]
-            at_s = health.last_error_at_s
-            return ComponentReport(
-                alive=alive,
-                last_error=health.last_error,
-                last_error_age=None if at_s is None else now_s - at_s,
-                failures_in_a_row=health.failures_in_a_row,
-            )
-
         ring = engine.view.ring
-        crash = self._crash
         return NodeHealth(
             state=self.state,
             node=engine.node,
@@ -526,8 +460,8 @@ class Node:
             busy=tuple(engine.executor.busy_keys()),
             ring_size=len(ring.slots),
             ring_epoch=ring.epoch,
-            components={name: report(name) for name in engine.components()},
-            crash=None if crash is None else f"{crash} ({crash.__cause__!r})"[:500],
+            components={name: report_of(*one) for name, one in engine.components().items()},
+            crash=crash_text(self._life.crash),
         )
 
     def subscribe(self, *types: type[Event], buffer: int = 10_000) -> Subscription:
@@ -555,23 +489,10 @@ class Node:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            self.close()
-        except ComponentCrashed:
-            # An exception on its way out of the block is the more important one.
-            if exc is None:
-                raise
+        self._life.leave(exc)
 
     def __repr__(self) -> str:
         return f"Node({self.pool!r}, id={self.id!r}, state={self.state!r})"
-
-    def become_child(self) -> None:
-        """
-        Called in a forked child: this copy has no threads and answers for nothing.
-        """
-        self._lock = threading.Lock()
-        self._starting = threading.Lock()
-        self._closed.set()
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -594,79 +515,24 @@ class Node:
             return self._settings.shutdown_timeout_s
         return seconds(timeout, "timeout", at_most=86_400.0)
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            msg = "this node belongs to the parent process; make one in this process"
-            raise RuntimeError(msg)
+    # -- called by the life cycle ------------------------------------------------------------
 
-    def _end(self, timeout_s: float, *, remove: bool) -> CloseReport:
-        if os.getpid() != self._pid:
-            return CloseReport()
-        if self._engine.executor.is_running_here():
-            self._close_soon(remove=remove)
-            return CloseReport()
-        with self._lock:
-            state = self._state
-            if state == "new":
-                self._state = "closed"
-                self._closed.set()
-            elif state == "running":
-                self._state = "closing"
-        if state == "new":
+    def _enter(self) -> Engine:
+        self._engine.enter()
+        settings = self._settings
+        # A caller and the stream; lease, control and one handler.
+        needed = 1 + settings.watch + (0 if settings.client_only else 3)
+        self._life.warn_of_small_pool(self._engine.store.max_pool_size, needed)
+        return self._engine
+
+    def _word(self, state: State) -> NodeState:
+        if state == "stopping":
+            return "closing"
+        if state == "stopped":
+            return "shutdown" if self._engine.is_shutdown else "closed"
+        return state
+
+    def _on_state(self, state: State) -> None:
+        self._hub.publish(NodeStateChanged(state=self._word(state)))
+        if state in ENDS:
             self._hub.close()
-        elif state == "running":
-            self._close_asked.set()
-            self._say("closing")
-            try:
-                self._report = self._engine.close(timeout_s, remove=remove)
-            finally:
-                shut = remove or self._engine.view.seen.state != statements.OPEN
-                with self._lock:
-                    self._state = "crashed" if self._crash else "shutdown" if shut else "closed"
-                living.discard(self)
-                self._say(self._state)
-                self._hub.close()
-                self._closed.set()
-        self._closed.wait(timeout_s + 1.0)
-        if self._crash is not None:
-            raise self._crash
-        return self._report or CloseReport()
-
-    def _on_pool_closed(self) -> None:
-        """
-        Somebody shuts the pool down. Called in the control thread, which must not wait.
-        """
-        self._close_soon(remove=True)
-
-    def _close_soon(self, *, remove: bool) -> None:
-        self._close_asked.set()
-        threading.Thread(
-            target=self._close_quietly,
-            kwargs={"remove": remove},
-            name=f"ms-close:{self.id}",
-            daemon=True,
-        ).start()
-
-    def _close_quietly(self, *, remove: bool) -> None:
-        with contextlib.suppress(ComponentCrashed):
-            self._end(self._settings.shutdown_timeout_s, remove=remove)
-
-    def _on_crash(self, component: str, error: BaseException) -> None:
-        crash = ComponentCrashed(component)
-        crash.__cause__ = error
-        with self._lock:
-            if self._crash is None:
-                self._crash = crash
-        _log.critical(
-            "the node closes: a component failed again and again",
-            exc_info=error,
-            extra={"event": "component_crashed", "worker_id": self.id, "component": component},
-        )
-        self._close_soon(remove=False)
-
-    def _say(self, state: str) -> None:
-        _log.info(
-            "the node changed its state",
-            extra={"event": f"node_{state}", "worker_id": self.id},
-        )
-        self._hub.publish(NodeStateChanged(state=state))

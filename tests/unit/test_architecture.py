@@ -25,6 +25,7 @@ MOST_LINES: Final = 350
 LONG: Final = {
     "consumer": "the whole public surface of a consumer, most of it documentation",
     "producer": "the whole public surface of a producer, most of it documentation",
+    "pool.engine": "every component of a node, and the order of their starts and ends",
     "pool.node": "the whole public surface of a node, most of it documentation",
     "embedded": "one process from finding its command to removing its files",
     "model": "one class a document part, and the reading of each",
