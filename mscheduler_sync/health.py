@@ -114,7 +114,7 @@ def take_health(
         stuck=tuple(running.stuck_keys()),
         queue_length=len(queue),
         queue_due=queue.count_due(),
-        set_aside=assembly.candidates.set_aside_count if assembly is not None else 0,
+        set_aside=len(assembly.quarantine) if assembly is not None else 0,
         outcomes_waiting=assembly.writer.backlog if assembly is not None else 0,
         last_event_age=_age(watcher.last_event_at_s) if watcher is not None else None,
         stream_age=_age(watcher.last_opened_at_s) if watcher is not None and is_streaming else None,

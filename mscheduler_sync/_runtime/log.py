@@ -13,6 +13,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from cachetools import TTLCache
@@ -68,9 +69,15 @@ class LogThrottle:
     Remembers what was complained of, so that each thing is logged once per interval.
     """
 
-    def __init__(self, interval_s: float = 60.0, size: int = 10_000) -> None:
+    def __init__(
+        self,
+        interval_s: float = 60.0,
+        size: int = 10_000,
+        *,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._lock = threading.Lock()
-        self._seen: TTLCache[object, None] = TTLCache(size, interval_s, timer=time.monotonic)
+        self._seen: TTLCache[object, None] = TTLCache(size, interval_s, timer=timer)
 
     def allows(self, subject: object) -> bool:
         """

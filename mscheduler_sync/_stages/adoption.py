@@ -13,7 +13,10 @@ from bson.raw_bson import RawBSONDocument
 
 from mscheduler_sync import model
 from mscheduler_sync._runtime.log import LogThrottle, logger
-from mscheduler_sync._stages.candidates import Candidates, Routes
+from mscheduler_sync._stages.horizon import Horizon
+from mscheduler_sync._stages.intake import Intake
+from mscheduler_sync._stages.quarantine import Quarantine
+from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.store import TaskStore
@@ -30,23 +33,23 @@ _UNDERIVED_PAGES: Final = 10
 class Adoption:
     """
     Repairs documents and offers what is claimable. Used by the fetcher's thread alone.
-
-    *horizon_end* says until when a task that is due is wanted in the queue.
     """
 
     def __init__(
         self,
         store: TaskStore,
         routes: Routes,
-        candidates: Candidates,
-        horizon_end: Callable[[], dt.datetime],
+        intake: Intake,
+        quarantine: Quarantine,
+        horizon: Horizon,
         *,
         is_stopping: Callable[[], bool],
     ) -> None:
         self._store = store
         self._routes = routes
-        self._candidates = candidates
-        self._horizon_end = horizon_end
+        self._intake = intake
+        self._quarantine = quarantine
+        self._horizon = horizon
         self._is_stopping = is_stopping
         self._invalid = LogThrottle(60.0)
         self._next_sweep_s = float("-inf")
@@ -79,22 +82,22 @@ class Adoption:
         Derive what a document of another program lacks; queue it if it is claimable.
         """
         if not isinstance(key, str):
-            self._candidates.set_aside(repr(key)[:200], "its key is not a string")
+            self._quarantine.add(repr(key)[:200], "its key is not a string")
             return
-        if self._candidates.is_set_aside(key):
+        if key in self._quarantine:
             return
         matched, _ = self._store.update(statements.repair([key]))
         if not matched:
             self._explain(key)
             return
-        until = self._horizon_end()
+        until = self._horizon.end(self._store.clock)
         for document in self._store.find(statements.discovered_by_key([key])):
             fields = self.decoded(document)
             due = None if fields is None else fields.get("due")
             if fields is None or not isinstance(due, dt.datetime):
                 continue
             if self._routes.include(fields.get("routes")) and due <= until:
-                self._candidates.offer(fields)
+                self._intake.offer(fields)
 
     def _explain(self, key: str) -> None:
         """
@@ -106,7 +109,7 @@ class Adoption:
         try:
             model.read_task(document, self._store.codec_options)
         except InvalidTask as error:
-            self._candidates.set_aside(key, f"{error.path} {error.problem}")
+            self._quarantine.add(key, f"{error.path} {error.problem}")
 
     def sweep_now_and_then(self) -> None:
         """
@@ -133,6 +136,6 @@ class Adoption:
         try:
             status, due = model.derive(fields, model.read_attempts(fields))
         except InvalidTask as error:
-            self._candidates.set_aside(key, f"{error.path} {error.problem}")
+            self._quarantine.add(key, f"{error.path} {error.problem}")
             return None
         return None if fields.get("status") == status and fields.get("due") == due else key

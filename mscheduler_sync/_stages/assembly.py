@@ -14,13 +14,16 @@ from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._runtime.slots import Slots
-from mscheduler_sync._stages.candidates import Candidates, Routes
 from mscheduler_sync._stages.claimer import Claimer
 from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.executor import Executor, FunctionOf
 from mscheduler_sync._stages.fetcher import Fetcher
 from mscheduler_sync._stages.heartbeat import Heartbeats
+from mscheduler_sync._stages.horizon import Horizon
+from mscheduler_sync._stages.intake import Intake
 from mscheduler_sync._stages.outcome import OutcomeWriter
+from mscheduler_sync._stages.quarantine import Quarantine
+from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._stages.running import RunningAttempts
 from mscheduler_sync._stages.watcher import Watcher
 from mscheduler_sync._storage.store import TaskStore
@@ -80,14 +83,16 @@ class Assembly:
         self._running = running
         routes = Routes(worker_id, names)
         contention = Contention()
-        self.candidates = candidates = Candidates(queue, lambda: store.clock, hub, contention)
+        horizon = Horizon()
+        self.quarantine = quarantine = Quarantine(queue, hub)
+        intake = Intake(queue, store.clock, hub, contention, quarantine, horizon)
         self.writer = OutcomeWriter(
             store,
             worker_id,
             hub,
             held_count=lambda: running.count,
             on_settled=running.settled,
-            on_failure=candidates.note_own_failure,
+            on_failure=intake.record_failure,
             on_crash=on_crash,
         )
         self._heartbeats = Heartbeats(store, worker_id, on_stuck=running.give_up, on_crash=on_crash)
@@ -98,12 +103,14 @@ class Assembly:
             value_limit_bytes=settings.result_limit_bytes,
             on_end=running.ended,
         )
-        running.connect(self.executor, self._heartbeats, self.writer, on_free=candidates.look_again)
+        running.connect(self.executor, self._heartbeats, self.writer, on_free=intake.requeue)
         self.fetcher = Fetcher(
             store,
             routes,
             queue,
-            candidates,
+            intake,
+            quarantine,
+            horizon,
             poll_interval_s=settings.poll_interval_s,
             rust_interop=settings.rust_interop,
             on_changed=running.task_changed,
@@ -114,7 +121,9 @@ class Assembly:
             routes,
             queue,
             slots,
-            candidates,
+            intake,
+            quarantine,
+            horizon,
             hub,
             self.writer,
             contention,
@@ -135,7 +144,7 @@ class Assembly:
             self.fetcher,
         ]
         if settings.watch:
-            self.watcher = Watcher(store, routes, candidates, self.fetcher, on_crash)
+            self.watcher = Watcher(store, routes, intake, horizon, self.fetcher, on_crash)
             self.services.append(self.watcher)
 
     def start(self) -> None:

@@ -16,9 +16,12 @@ from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._runtime.slots import Slots
 from mscheduler_sync._stages.attempt import HeldAttempt, Released
-from mscheduler_sync._stages.candidates import Candidates, Routes
 from mscheduler_sync._stages.contention import Contention
+from mscheduler_sync._stages.horizon import Horizon
+from mscheduler_sync._stages.intake import Intake
 from mscheduler_sync._stages.outcome import OutcomeWriter
+from mscheduler_sync._stages.quarantine import Quarantine
+from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.claims import ClaimBatch, Won, hint_of
 from mscheduler_sync._storage.codec import envelope
@@ -47,7 +50,9 @@ class Claimer(Service):
         routes: Routes,
         queue: DelayQueue,
         slots: Slots,
-        candidates: Candidates,
+        intake: Intake,
+        quarantine: Quarantine,
+        horizon: Horizon,
         hub: EventHub,
         writer: OutcomeWriter,
         contention: Contention,
@@ -65,7 +70,9 @@ class Claimer(Service):
         self._routes = routes
         self._queue = queue
         self._slots = slots
-        self._candidates = candidates
+        self._intake = intake
+        self._quarantine = quarantine
+        self._horizon = horizon
         self._hub = hub
         self._writer = writer
         self._margin_s = margin_s
@@ -88,35 +95,38 @@ class Claimer(Service):
         free = self._free_slots()
         if not free or self.stopping:
             return
-        # While others compete, one look at many keys is cheaper than as many lost claims.
+        # While others compete, one query about many keys is cheaper than as many lost claims.
         wanted = BATCH if self._contention.is_felt else min(free, BATCH)
         entries = self._queue.take(wanted, _IDLE_WAIT_S, spread=self._contention.spread)
-        self._candidates.taken([entry.key for entry in entries])
         if not entries or self.stopping:
             return
+        try:
+            with self._intake.claiming([entry.key for entry in entries]):
+                self._claim_entries(entries, free)
+        except BaseException:
+            # The queue has forgotten these keys; a pass finds them again.
+            self._on_gap()
+            raise
+
+    def _claim_entries(self, entries: Sequence[Entry], free: int) -> None:
+        """
+        Claim as many of *entries* as there are slots for; the others go back to the queue.
+        """
         if len(self._queue) == 0:
             self._hub.publish(WaitOccupyQueueEmpty())
         if self._queue.count_due() < max(2 * self._slots.size, BATCH):
             self._on_low()
         # A lease that lapsed while the store was slow is ours to renew, not to take over: the
-        # function runs here, or its outcome is on its way. The key is looked at again then.
+        # function runs here, or its outcome is on its way. The key is requeued after that.
         entries = [entry for entry in entries if not self._holds(entry.key)]
-        done = False
-        try:
-            if entries and (self._contention.is_felt or entries[0].defer_s):
-                entries = self._still_due(entries)
-            # The number of slots may have been lowered while we waited for keys.
-            free = min(free, self._slots.free)
-            for entry in entries[free:]:
-                self._queue.push(entry.key, entry.due_s, entry.priority, hint=entry.hint)
-            if entries and free and not self.stopping:
-                self._claim(entries[:free])
-            done = True
-        finally:
-            self._candidates.taken(())
-            if not done:
-                # The queue has forgotten these keys; a pass finds them again.
-                self._on_gap()
+        if entries and (self._contention.is_felt or entries[0].defer_s):
+            entries = self._still_due(entries)
+        # The number of slots may have been lowered while we waited for keys.
+        free = min(free, self._slots.free)
+        for entry in entries[free:]:
+            self._queue.push(entry.key, entry.due_s, entry.priority, hint=entry.hint)
+        if entries and free and not self.stopping:
+            self._claim(entries[:free])
 
     def _free_slots(self) -> int:
         free = self._slots.wait_free(_IDLE_WAIT_S)
@@ -168,10 +178,10 @@ class Claimer(Service):
             self._slots.give_back(unused)
         self._contention.claim_took(claims.took_s)
         for key, problem in claims.refused.items():
-            self._candidates.set_aside(key, problem)
+            self._quarantine.add(key, problem)
         for (key, running_id), error in claims.unreadable:
             self._give_back(key, running_id, Released("late"))
-            self._candidates.set_aside(key, f"{error.path} {error.problem}")
+            self._quarantine.add(key, f"{error.path} {error.problem}")
         if claims.lost:
             self._learn_of_losses(claims.lost, of=len(entries))
         else:
@@ -209,7 +219,7 @@ class Claimer(Service):
         attempts, options = won.attempts, won.options
         mine = next((a for a in attempts if a.running_id == running_id), None)
         if any(a.worker_id != self._routes.worker_id for a in attempts):
-            self._candidates.note_other_worker()
+            self._intake.record_other_worker()
         if mine is None or not mine.is_open:
             return False
         name = won.fields.get("name")
@@ -273,16 +283,16 @@ class Claimer(Service):
 
     def _learn_of_losses(self, lost: Mapping[str, Mapping[str, Any] | None], *, of: int) -> None:
         now = self._store.clock.now()
-        until = self._store.clock.at(time.monotonic() + self._candidates.horizon_s())
+        until = self._horizon.end(self._store.clock)
         for fields in lost.values():
             due = None if fields is None else fields.get("due")
             if fields is not None and isinstance(due, dt.datetime) and now < due <= until:
-                self._candidates.offer(fields)
+                self._intake.offer(fields)
         _log.debug(
             "claims were lost",
             extra={"event": "claims_lost", "worker_id": self._routes.worker_id, "count": len(lost)},
         )
-        self._candidates.note_other_worker()
+        self._intake.record_other_worker()
         lost_before = self._contention.lost(list(lost), of=of)
         if lost_before:
             self._inspect(lost_before[:BATCH])
@@ -295,9 +305,7 @@ class Claimer(Service):
             try:
                 model.read_task(document, self._store.codec_options)
             except InvalidTask as error:
-                self._candidates.set_aside(
-                    str(document.get("key")), f"{error.path} {error.problem}"
-                )
+                self._quarantine.add(str(document.get("key")), f"{error.path} {error.problem}")
 
     def request_stop(self) -> None:
         super().request_stop()

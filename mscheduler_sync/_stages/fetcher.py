@@ -19,7 +19,10 @@ from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._stages.adoption import Adoption
-from mscheduler_sync._stages.candidates import Candidates, Routes
+from mscheduler_sync._stages.horizon import Horizon
+from mscheduler_sync._stages.intake import Intake
+from mscheduler_sync._stages.quarantine import Quarantine
+from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.store import TaskStore
@@ -42,7 +45,9 @@ class Fetcher(Service):
         store: TaskStore,
         routes: Routes,
         queue: DelayQueue,
-        candidates: Candidates,
+        intake: Intake,
+        quarantine: Quarantine,
+        horizon: Horizon,
         *,
         poll_interval_s: float,
         rust_interop: bool,
@@ -53,14 +58,14 @@ class Fetcher(Service):
         self._store = store
         self._routes = routes
         self._queue = queue
-        self._candidates = candidates
+        self._intake = intake
+        self._horizon = horizon
         self._poll_interval_s = poll_interval_s
         self._rust_interop = rust_interop
         self._on_changed = on_changed
         self._adoption = Adoption(
-            store, routes, candidates, self._horizon_end, is_stopping=lambda: self.stopping
+            store, routes, intake, quarantine, horizon, is_stopping=lambda: self.stopping
         )
-        candidates.on_shorter = self.horizon_changed
         self._changed = threading.Condition()
         # All under _changed.
         self._wanted = True
@@ -76,7 +81,6 @@ class Fetcher(Service):
         self._needed_at_s = float("inf")
         self._next_pass_s = float("-inf")
         self._passed_at_s = float("-inf")
-        self._indexes_wanted = True
 
     # -- called by others --------------------------------------------------------------------
 
@@ -88,7 +92,7 @@ class Fetcher(Service):
             self._wanted = True
             self._changed.notify_all()
 
-    def look_up(self, document_id: object, *, is_foreign: bool = False) -> None:
+    def request_lookup(self, document_id: object, *, is_foreign: bool = False) -> None:
         """
         Read this document and queue it if it is claimable; after a repair if *is_foreign*.
         """
@@ -101,22 +105,18 @@ class Fetcher(Service):
 
     def set_polling(self, *, polling: bool) -> None:
         """
-        Say whether the passes alone must find everything (no change stream).
+        The change stream was opened or lost: a pass finds what came meanwhile.
+
+        While *polling*, the passes alone must find everything.
         """
         self._polling = polling
         with self._changed:
+            self._wanted = True
             self._changed.notify_all()
 
-    def want_indexes(self) -> None:
+    def wake(self) -> None:
         """
-        The collection may be a new one: make sure of its indexes at the next pass.
-        """
-        self._store.forget_indexes()
-        self._indexes_wanted = True
-
-    def horizon_changed(self) -> None:
-        """
-        A shorter lease has come up: the next pass may be due earlier.
+        The horizon has become shorter: the next pass may be due earlier.
         """
         with self._changed:
             self._changed.notify_all()
@@ -195,7 +195,7 @@ class Fetcher(Service):
         with self._changed:
             while not self.stopping:
                 now_s = time.monotonic()
-                due_s = min(self._next_pass_s, self._passed_at_s + self._candidates.horizon_s())
+                due_s = min(self._next_pass_s, self._passed_at_s + self._horizon.length_s)
                 # Once each: what is due already waits until the queue runs low.
                 for left_s in (self._more_from_s, self._queue.dropped_from_s):
                     if left_s > now_s:
@@ -215,7 +215,7 @@ class Fetcher(Service):
         for start in range(0, len(lookups), CHUNK):
             chunk = dict(lookups[start : start + CHUNK])
             found = self._store.find(statements.discovered_by_id(list(chunk)))
-            until = self._horizon_end()
+            until = self._horizon.end(self._store.clock)
             for document in found:
                 fields = self._adoption.decoded(document)
                 if fields is None:
@@ -227,32 +227,27 @@ class Fetcher(Service):
                 if is_foreign or fields.get("routes") is None or fields.get("due") is None:
                     self._adoption.adopt(fields.get("key"))
                 elif self._routes.include(fields["routes"]) and fields["due"] <= until:
-                    self._candidates.offer(fields)
+                    self._intake.offer(fields)
 
     def _pass(self) -> None:
-        if self._indexes_wanted:
-            self._store.ensure_indexes()
-            self._indexes_wanted = False
+        self._store.ensure_indexes()
         self._queue.forget_dropped()
         if self._rust_interop:
             self._adoption.sweep_now_and_then()
         self._adoption.adopt_underived()
         self._more_from_s = self._needed_at_s = float("inf")
         self._passed_at_s = time.monotonic()
-        until = self._horizon_end()
-        with self._candidates.during_pass():
+        until = self._horizon.end(self._store.clock)
+        with self._intake.during_pass():
             for route, condition in self._routes.queries:
                 if self.stopping:
                     return
                 self._read_route(route, condition, until)
         # The leases that this pass has seen may have shortened the horizon.
-        pause_s = self._candidates.horizon_s()
+        pause_s = self._horizon.length_s
         if self._polling:
             pause_s = min(pause_s, self._poll_interval_s)
         self._next_pass_s = time.monotonic() + backoff.jittered(pause_s, 0.1)
-
-    def _horizon_end(self) -> dt.datetime:
-        return self._store.clock.at(time.monotonic() + self._candidates.horizon_s())
 
     def _read_route(self, route: str, condition: dict[str, object], until: dt.datetime) -> None:
         """
@@ -272,7 +267,7 @@ class Fetcher(Service):
                 if fields is None:
                     continue
                 last_due = fields.get("due")
-                queued += self._candidates.offer(fields, by_pass=True)
+                queued += self._intake.offer(fields, from_pass=True)
             if len(found) < limit:
                 return
             if queued:

@@ -14,8 +14,10 @@ from typing import Any
 
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler
-from mscheduler_sync._stages.candidates import Candidates, Routes
 from mscheduler_sync._stages.fetcher import Fetcher
+from mscheduler_sync._stages.horizon import Horizon
+from mscheduler_sync._stages.intake import Intake
+from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync._storage.stream import StreamReader
@@ -33,7 +35,8 @@ class Watcher(StreamReader):
         self,
         store: TaskStore,
         routes: Routes,
-        candidates: Candidates,
+        intake: Intake,
+        horizon: Horizon,
         fetcher: Fetcher,
         on_crash: CrashHandler,
     ) -> None:
@@ -46,24 +49,23 @@ class Watcher(StreamReader):
         )
         self._store = store
         self._routes = routes
-        self._candidates = candidates
+        self._intake = intake
+        self._horizon = horizon
         self._fetcher = fetcher
 
     def on_open(self) -> None:
         self._fetcher.set_polling(polling=False)
-        # What happened before the stream was open is found by a pass.
-        self._fetcher.request_pass()
 
     def on_close(self) -> None:
         self._fetcher.set_polling(polling=True)
-        self._fetcher.request_pass()
 
     def on_store_error(self, error: StoreError) -> None:
         if isinstance(error, StoreUnavailable):
             self._store.note_outage()
 
     def on_end(self) -> None:
-        self._fetcher.want_indexes()
+        # The collection may be a new one by the next pass.
+        self._store.forget_indexes()
 
     def take(self, event: Mapping[str, Any]) -> None:
         if self._store.clock.offset_s is None:
@@ -83,19 +85,17 @@ class Watcher(StreamReader):
             return
         # A change that leaves our derived fields alone is another program's: they may be stale.
         is_foreign = not (isinstance(fields, Mapping) and fields)
-        self._fetcher.look_up(document_key.get("_id"), is_foreign=is_foreign)
+        self._fetcher.request_lookup(document_key.get("_id"), is_foreign=is_foreign)
 
     def _take_document(self, document: Mapping[str, Any], document_key: object) -> None:
         if document.get("routes") is None or document.get("due") is None:
             if isinstance(document_key, Mapping):
-                self._fetcher.look_up(document_key.get("_id"))
+                self._fetcher.request_lookup(document_key.get("_id"))
         elif self._routes.include(document["routes"]):
+            if self._horizon.observe(document):
+                self._fetcher.wake()
             if self._is_soon(document["due"]):
-                self._candidates.offer(document)
-            option = document.get("task_option")
-            lease_ms = option.get("worker_timeout_ms") if isinstance(option, Mapping) else None
-            if isinstance(lease_ms, (int, float)):
-                self._candidates.note_lease(lease_ms / 1000)
+                self._intake.offer(document)
 
     def _is_soon(self, due: object) -> bool:
         """
@@ -105,4 +105,4 @@ class Watcher(StreamReader):
             at_s = self._store.clock.monotonic_at(due)  # type: ignore[arg-type]
         except (TypeError, AttributeError, OverflowError):
             return True
-        return at_s <= time.monotonic() + self._candidates.horizon_s()
+        return at_s <= time.monotonic() + self._horizon.length_s

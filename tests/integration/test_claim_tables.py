@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pymongo.collection import Collection
 
-from mscheduler_sync._stages.candidates import Routes
+from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import Update
 from mscheduler_sync._storage.store import TaskStore

@@ -18,7 +18,7 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mscheduler_sync import Consumer, Producer
-from mscheduler_sync._stages.candidates import Routes
+from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import Ref
 from mscheduler_sync._storage.store import TaskStore

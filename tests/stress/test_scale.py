@@ -19,8 +19,8 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mscheduler_sync import Producer
-from mscheduler_sync._stages.candidates import Routes
 from mscheduler_sync._stages.fetcher import PAGE
+from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.sending import SendOptions

@@ -1,0 +1,162 @@
+"""
+The entrance of the delay queue: what the watcher, the fetcher and the claimer find goes in here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from cachetools import TTLCache
+
+from mscheduler_sync._runtime.clock import ServerClock
+from mscheduler_sync._runtime.delay_queue import DelayQueue
+from mscheduler_sync._stages.contention import Contention
+from mscheduler_sync._stages.horizon import Horizon
+from mscheduler_sync._stages.quarantine import Quarantine
+from mscheduler_sync._storage.claims import hint_of
+from mscheduler_sync.events import EventHub, WaitOccupy
+
+#: A worker that has just failed a task lets others go first by this long, in seconds.
+BACK_OFF_S: Final = 3.0
+#: How long a sign of another worker is remembered, in seconds.
+OTHERS_MEMORY_S: Final = 60.0
+
+
+class Intake:
+    """
+    Decides whether a discovered task is queued, and from when it may be claimed. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        queue: DelayQueue,
+        clock: ServerClock,
+        hub: EventHub,
+        contention: Contention,
+        quarantine: Quarantine,
+        horizon: Horizon,
+        *,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._hub = hub
+        self._contention = contention
+        self._quarantine = quarantine
+        self._horizon = horizon
+        self._timer = timer
+        self._lock = threading.Lock()
+        # All under _lock.
+        self._not_before_s: TTLCache[str, float] = TTLCache(10_000, 300.0, timer=timer)
+        self._others_seen_at_s = float("-inf")
+        #: What the claimer has in its hands, and what it has had there during a pass.
+        self._in_hand: Sequence[str] = ()
+        self._claimed_in_pass: set[str] | None = None
+
+    def offer(self, fields: Mapping[str, Any], *, from_pass: bool = False) -> bool:
+        """
+        Queue a discovered document unless there is a reason not to; return whether it is queued.
+
+        What a pass has read is old where the claimer was faster.
+        """
+        key, due = fields.get("key"), fields.get("due")
+        if not isinstance(key, str) or not isinstance(due, dt.datetime):
+            self._quarantine.add(str(key), "its key is not a string or its due time not a date")
+            return False
+        self._horizon.observe(fields)
+        due_s = self._clock.monotonic_at(due)
+        if key in self._quarantine:
+            return False
+        with self._lock:
+            if from_pass and self._claimed_in_pass is not None and key in self._claimed_in_pass:
+                return False
+            due_s = max(due_s, self._not_before_s.get(key, due_s))
+        option = fields.get("task_option")
+        priority = option.get("priority") if isinstance(option, Mapping) else None
+        is_level = isinstance(priority, (int, float)) and math.isfinite(priority)
+        level = int(priority) if is_level and priority else 0
+        defer_s = 0.0 if from_pass else self._defer_s(due_s)
+        queued = self._queue.push(key, due_s, level, hint=hint_of(fields), defer_s=defer_s)
+        if queued and self._hub.has_listeners:
+            self._hub.publish(WaitOccupy(key=key, next_occupy_time=self._clock.at(due_s)))
+        return queued
+
+    def _defer_s(self, due_s: float) -> float:
+        """
+        Return how long to leave to others what all consumers hear of at once, in seconds.
+        """
+        if not self._contention.is_felt:
+            return 0.0
+        now_s = self._timer()
+        if due_s <= now_s and self._queue.count_due():
+            # Busy: what is left to others is decided when a slot is free.
+            return 0.0
+        wait_s = self._contention.draw_wait_s()
+        return wait_s + max(0.0, now_s - due_s) if wait_s else 0.0
+
+    def requeue(self, key: str) -> None:
+        """
+        Queue *key* as due now: it was passed over while an attempt of it was still held here.
+        """
+        if key in self._queue:
+            # Found again meanwhile, with the time from which it may run.
+            return
+        now_s = self._timer()
+        with self._lock:
+            due_s = max(now_s, self._not_before_s.get(key, now_s))
+        self._queue.push(key, due_s)
+
+    # -- what the claimer has in hand --------------------------------------------------------
+
+    @contextlib.contextmanager
+    def claiming(self, keys: Sequence[str]) -> Iterator[None]:
+        """
+        While *keys* are in the claimer's hands: a pass that reads them meanwhile is too late.
+        """
+        with self._lock:
+            self._in_hand = keys
+            if self._claimed_in_pass is not None:
+                self._claimed_in_pass.update(keys)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_hand = ()
+
+    @contextlib.contextmanager
+    def during_pass(self) -> Iterator[None]:
+        """
+        While documents are read that will be offered: remember what the claimer takes meanwhile.
+        """
+        with self._lock:
+            self._claimed_in_pass = set(self._in_hand)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._claimed_in_pass = None
+
+    # -- back-off after a failure of one's own -----------------------------------------------
+
+    def record_other_worker(self) -> None:
+        """
+        Another worker was seen on this collection.
+        """
+        with self._lock:
+            self._others_seen_at_s = self._timer()
+
+    def record_failure(self, key: str, due_s: float) -> None:
+        """
+        This worker has failed *key*, due again at the monotonic *due_s*: let others go first.
+        """
+        with self._lock:
+            if self._timer() - self._others_seen_at_s <= OTHERS_MEMORY_S:
+                self._not_before_s[key] = due_s + BACK_OFF_S
+            else:
+                self._not_before_s.pop(key, None)

@@ -1,0 +1,63 @@
+"""
+Documents that cannot be handled: whoever meets one sets it aside, and the intake keeps it out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from cachetools import TTLCache
+
+from mscheduler_sync._runtime.delay_queue import DelayQueue
+from mscheduler_sync._runtime.log import LogThrottle, logger
+from mscheduler_sync.events import EventHub, TaskSetAside
+
+_log = logger("claim")
+
+#: A document is left alone for this long, and logged at most once within it, in seconds.
+SET_ASIDE_S: Final = 60.0
+
+
+class Quarantine:
+    """
+    The keys that are set aside for now. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        queue: DelayQueue,
+        hub: EventHub,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue = queue
+        self._hub = hub
+        self._log_throttle = LogThrottle(SET_ASIDE_S, timer=timer)
+        self._lock = threading.Lock()
+        # Under _lock.
+        self._keys: TTLCache[str, None] = TTLCache(10_000, SET_ASIDE_S, timer=timer)
+
+    def add(self, key: str, reason: str) -> None:
+        """
+        Leave *key* alone for a while; say so, with the *reason*, once per interval.
+        """
+        with self._lock:
+            self._keys[key] = None
+        self._queue.discard(key)
+        if self._log_throttle.allows(key):
+            _log.error(
+                "a document cannot be handled and is set aside",
+                extra={"event": "set_aside", "task_key": key, "reason": reason},
+            )
+            self._hub.publish(TaskSetAside(key=key, reason=reason))
+
+    def __contains__(self, key: str) -> bool:
+        with self._lock:
+            return key in self._keys
+
+    def __len__(self) -> int:
+        with self._lock:
+            self._keys.expire()
+            return len(self._keys)
