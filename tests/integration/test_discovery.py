@@ -281,7 +281,7 @@ def test_tasks_for_soon_cause_no_storm_of_looks(
     with consumer_of(collection, echo, STREAM) as consumer:
         wait_until(lambda: producer.count(status="succeeded") == 200, "all are run", 25)
         assert consumer._assembly is not None
-        assert consumer._assembly.fetcher._passes <= 20
+        assert consumer._assembly.fetcher._schedule.passes <= 20
 
 
 def test_low_mark_waits_for_the_end_of_a_look(collection: Tasks) -> None:
