@@ -18,7 +18,7 @@ from mscheduler_sync._stages.claimer import Claimer
 from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.executor import Executor, FunctionOf
 from mscheduler_sync._stages.fetcher import Fetcher
-from mscheduler_sync._stages.heartbeat import Heartbeats
+from mscheduler_sync._stages.heartbeat_scheduler import HeartbeatScheduler
 from mscheduler_sync._stages.horizon import Horizon
 from mscheduler_sync._stages.intake import Intake
 from mscheduler_sync._stages.outcome import OutcomeWriter
@@ -95,7 +95,9 @@ class Assembly:
             on_failure=intake.record_failure,
             on_crash=on_crash,
         )
-        self._heartbeats = Heartbeats(store, worker_id, on_stuck=running.give_up, on_crash=on_crash)
+        self._heartbeats = HeartbeatScheduler(
+            store, worker_id, on_stuck=running.give_up, on_crash=on_crash
+        )
         self.executor = Executor(
             worker_id=worker_id,
             function_of=function_of,
@@ -233,11 +235,11 @@ class Assembly:
         while (now_s := time.monotonic()) < until_s:
             if not asked and now_s >= ask_at_s:
                 asked = True
-                self._running.tell_all("shutdown")
+                self._running.ask_all_to_end("shutdown")
             next_s = until_s if asked else ask_at_s
             if self._slots.wait_empty(min(_SLICE_S, max(0.0, next_s - now_s))):
                 return
-        self._running.tell_all("shutdown")
+        self._running.ask_all_to_end("shutdown")
 
     def give_back_everything(self, timeout_s: float) -> None:
         self._store.deadline_s = time.monotonic() + timeout_s

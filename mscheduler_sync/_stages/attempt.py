@@ -1,5 +1,5 @@
 """
-An attempt that this process holds, and how it ended.
+An attempt that this process holds, and how it ended: what the stages after the claim hand on.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from typing import Any, Final, Literal
 import attrs
 from bson.raw_bson import RawBSONDocument
 
+from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._storage import codec
-from mscheduler_sync.context import TaskContext
+from mscheduler_sync.context import Reason, TaskContext
 from mscheduler_sync.model import TaskOptions
 
+_log = logger("heartbeat")
+
+#: The crate allows a heartbeat interval of 0.
+_SHORTEST_INTERVAL_S: Final = 0.01
 #: The part of a lease that is not believed: clocks and their steps (DESIGN: settable).
 _MARGIN_SHARE, _MARGIN_LEAST_S, _MARGIN_MOST_SHARE = 0.1, 2.0, 0.25
 
@@ -84,7 +89,7 @@ class HeldAttempt:
     One attempt of this process, from the claim until its outcome is stored.
 
     Written by: the claimer (making it), the executor's thread (`ended`), its
-    heartbeat (`held_until_s`, `options`), the function through its context (`note_progress`).
+    heartbeat (`held_until_s`, `options`), the function through its context (`set_progress`).
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class HeldAttempt:
         self.held_until_s = claimed_at_s + options.lease - lease_margin_s(options.lease, margin_s)
         #: Set once the executor has an outcome.
         self.ended = False
-        #: Wakes whoever beats for it: there may be something to learn, or nothing left to do.
+        #: Wakes whoever sends its heartbeats: there may be something to learn, or nothing to do.
         self.wake: Final = threading.Event()
         #: Nothing more is to be written for it.
         self.settled = False
@@ -139,8 +144,16 @@ class HeldAttempt:
             running_id=running_id,
             worker_id=worker_id,
             deadline=deadline,
-            report=self.note_progress,
+            report=self.set_progress,
         )
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """
+        The pause between heartbeats: what the task says, but never above half its lease.
+        """
+        wanted_s = min(self.options.heartbeat, self.options.lease / 2)
+        return max(_SHORTEST_INTERVAL_S, wanted_s)
 
     @property
     def timeout_at_s(self) -> float:
@@ -159,7 +172,7 @@ class HeldAttempt:
         believed_s = sent_at_s + lease_s - lease_margin_s(lease_s, self._margin_setting_s)
         self.held_until_s = max(self.held_until_s, believed_s)
 
-    def note_progress(self, value: object) -> None:
+    def set_progress(self, value: object) -> None:
         frozen = codec.freeze(
             value, self.codec_options, what="progress", limit_bytes=self._value_limit_bytes
         )
@@ -181,6 +194,24 @@ class HeldAttempt:
         with self._progress_lock:
             if self._progress is None:
                 self._progress = value
+
+    def ask_to_end(self, reason: Reason, why: str) -> None:
+        """
+        Ask the function to end, unless it was asked before.
+        """
+        if self.context.cancelled.is_set():
+            return
+        self.context.cancel(reason)
+        _log.warning(
+            "an attempt is asked to end",
+            extra={
+                "event": reason,
+                "worker_id": self.context.worker_id,
+                "task_key": self.key,
+                "running_id": self.running_id,
+                "why": why,
+            },
+        )
 
     def age_s(self) -> float:
         return time.monotonic() - self.claimed_at_s

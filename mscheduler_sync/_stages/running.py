@@ -19,9 +19,8 @@ from mscheduler_sync._stages.attempt import (
     Released,
     Succeeded,
 )
-from mscheduler_sync._stages.beat import tell
 from mscheduler_sync._stages.executor import Executor
-from mscheduler_sync._stages.heartbeat import Heartbeats
+from mscheduler_sync._stages.heartbeat_scheduler import HeartbeatScheduler
 from mscheduler_sync._stages.outcome import OutcomeWriter
 from mscheduler_sync._stages.pending import Verdict
 from mscheduler_sync.context import Reason
@@ -48,14 +47,14 @@ class RunningAttempts:
         self._released_in_stop: list[str] = []
         # Set once by `connect`.
         self._executor: Executor
-        self._heartbeats: Heartbeats
+        self._heartbeats: HeartbeatScheduler
         self._writer: OutcomeWriter
         self._on_free: Callable[[str], None]
 
     def connect(
         self,
         executor: Executor,
-        heartbeats: Heartbeats,
+        heartbeats: HeartbeatScheduler,
         writer: OutcomeWriter,
         on_free: Callable[[str], None],
     ) -> None:
@@ -187,14 +186,14 @@ class RunningAttempts:
 
     def task_changed(self, key: str) -> None:
         """
-        Somebody has changed the task *key*, perhaps cancelled it: running attempts look at once.
+        Somebody has changed the task *key*, perhaps cancelled it: its attempts ask the server.
         """
         with self._lock:
             if key not in self._keys:
                 return
             changed = [a for a in self._held.values() if a.key == key and not a.ended]
         for attempt in changed:
-            self._heartbeats.beat_now(attempt)
+            self._heartbeats.send_now(attempt)
 
     def keys(self) -> list[str]:
         with self._lock:
@@ -214,14 +213,14 @@ class RunningAttempts:
 
     # -- stopping ----------------------------------------------------------------------------
 
-    def tell_all(self, reason: Reason) -> None:
+    def ask_all_to_end(self, reason: Reason) -> None:
         """
         Ask all running functions to end.
         """
         with self._lock:
             running = [a for a in self._held.values() if not a.ended]
         for attempt in running:
-            tell(attempt, reason, "the consumer stops")
+            attempt.ask_to_end(reason, "the consumer stops")
 
     def abandon(self) -> list[HeldAttempt]:
         """

@@ -289,19 +289,19 @@ def test_a_heartbeat_that_fails_for_a_bug_gives_up_its_attempt_alone(
     """
     The function whose heartbeat has crashed is told, loudly; the heartbeats of others go on.
     """
-    from mscheduler_sync._stages.beat import Beat
+    from mscheduler_sync._stages.heartbeat import Heartbeat
 
-    beats: dict[str, int] = {}
-    real = Beat.once
+    sent: dict[str, int] = {}
+    real = Heartbeat.send
 
-    def once(beat: Beat) -> bool:
-        key = beat.attempt.key
-        beats[key] = beats.get(key, 0) + 1
+    def send(heartbeat: Heartbeat) -> bool:
+        key = heartbeat.attempt.key
+        sent[key] = sent.get(key, 0) + 1
         if key == "broken":
             raise TypeError("a bug")
-        return real(beat)
+        return real(heartbeat)
 
-    monkeypatch.setattr(Beat, "once", once)
+    monkeypatch.setattr(Heartbeat, "send", send)
     reasons: dict[str, Any] = {}
 
     def work(_: object, context: TaskContext) -> None:
@@ -314,9 +314,9 @@ def test_a_heartbeat_that_fails_for_a_bug_gives_up_its_attempt_alone(
         producer.send("broken", lease=2, heartbeat=0.1)
         producer.send("healthy", lease=2, heartbeat=0.1)
         wait_until(lambda: "broken" in reasons, "the function is told")
-        wait_until(lambda: beats.get("healthy", 0) > 5, "the other one beats on")
+        wait_until(lambda: sent.get("healthy", 0) > 5, "the other one goes on")
         assert reasons == {"broken": "lease_lost"}
-        assert beats["broken"] == 1
+        assert sent["broken"] == 1
         gate.set()
         assert consumer.run_until_idle(20)
     assert [record.exc_info is not None for record in records.events("heartbeat_crashed")] == [True]

@@ -556,7 +556,7 @@ def test_end_of_a_dead_worker_s_lease_is_noticed(
     """
     An idle consumer takes over soon after the lease has ended, by stream or poll.
     """
-    monkeypatch.setattr("mscheduler_sync._stages.beat.Beat.once", lambda _beat: True)
+    monkeypatch.setattr("mscheduler_sync._stages.heartbeat.Heartbeat.send", lambda _: True)
 
     def function(_params: Any, context: TaskContext) -> str:
         if context.worker_id == "deaf":

@@ -26,7 +26,7 @@ def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     Heartbeats do not reach the server.
     """
-    monkeypatch.setattr("mscheduler_sync._stages.beat.Beat.once", lambda _beat: True)
+    monkeypatch.setattr("mscheduler_sync._stages.heartbeat.Heartbeat.send", lambda _: True)
 
 
 def test_task_that_always_loses_its_lease_to_others_ends_failed(

@@ -349,7 +349,7 @@ def test_our_expired_attempt_is_dropped_by_rust_and_our_late_result_refused(
     """
     Rust takes an expired attempt over by removing it; our late success then changes nothing.
     """
-    monkeypatch.setattr("mscheduler_sync._stages.beat.Beat.once", lambda _beat: True)
+    monkeypatch.setattr("mscheduler_sync._stages.heartbeat.Heartbeat.send", lambda _: True)
     producer.send("k", "ours", lease=0.5, heartbeat=0.25)
     began, go = threading.Event(), threading.Event()
 
