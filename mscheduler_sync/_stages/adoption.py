@@ -88,7 +88,10 @@ class Adoption:
             return
         matched, _ = self._store.update(statements.repair([key]))
         if not matched:
-            self._explain(key)
+            # Perhaps because it cannot be read.
+            document = self._store.find_task(key)
+            if document is not None:
+                self._quarantine.check(document, self._store.codec_options)
             return
         until = self._horizon.end(self._store.clock)
         for document in self._store.find(statements.discovered_by_key([key])):
@@ -98,18 +101,6 @@ class Adoption:
                 continue
             if self._routes.include(fields.get("routes")) and due <= until:
                 self._intake.offer(fields)
-
-    def _explain(self, key: str) -> None:
-        """
-        Find out why a document takes no statement, and set it aside with the reason.
-        """
-        document = self._store.find_task(key)
-        if document is None:
-            return
-        try:
-            model.read_task(document, self._store.codec_options)
-        except InvalidTask as error:
-            self._quarantine.add(key, f"{error.path} {error.problem}")
 
     def sweep_now_and_then(self) -> None:
         """
@@ -136,6 +127,6 @@ class Adoption:
         try:
             status, due = model.derive(fields, model.read_attempts(fields))
         except InvalidTask as error:
-            self._quarantine.add(key, f"{error.path} {error.problem}")
+            self._quarantine.add(key, error)
             return None
         return None if fields.get("status") == status and fields.get("due") == due else key

@@ -1,15 +1,16 @@
 """
-Turns due keys into attempts: takes slots, claims in batches, reads back what was won.
+Turns due keys into attempts: takes slots, claims in batches, starts what was won.
+
+Stands between the delay queue, whose only taker it is, and the running attempts.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
 
-from mscheduler_sync import model
 from mscheduler_sync._runtime.crash_points import reach
 from mscheduler_sync._runtime.delay_queue import DelayQueue, Entry
 from mscheduler_sync._runtime.log import logger
@@ -25,8 +26,9 @@ from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.claims import ClaimBatch, Won, hint_of
 from mscheduler_sync._storage.codec import envelope
+from mscheduler_sync._storage.statements import Ref
 from mscheduler_sync._storage.store import TaskStore
-from mscheduler_sync.errors import InvalidTask, StoreError
+from mscheduler_sync.errors import StoreError
 from mscheduler_sync.events import EventHub, TaskOccupyResult, WaitOccupyQueueEmpty
 
 _log = logger("claim")
@@ -41,7 +43,7 @@ _CANNOT_START_PAUSE_S: Final = 1.0
 
 class Claimer(Service):
     """
-    The claimer's thread; see the module. It is the delay queue's only taker.
+    The claimer's thread; see the module.
     """
 
     def __init__(
@@ -95,38 +97,18 @@ class Claimer(Service):
         free = self._free_slots()
         if not free or self.stopping:
             return
-        # While others compete, one query about many keys is cheaper than as many lost claims.
-        wanted = BATCH if self._contention.is_felt else min(free, BATCH)
-        entries = self._queue.take(wanted, _IDLE_WAIT_S, spread=self._contention.spread)
+        entries = self._due_entries(free)
         if not entries or self.stopping:
             return
         try:
             with self._intake.claiming([entry.key for entry in entries]):
-                self._claim_entries(entries, free)
+                chosen = self._within_slots(self._still_due(entries), free)
+                if chosen and not self.stopping:
+                    self._claim(chosen)
         except BaseException:
             # The queue has forgotten these keys; a pass finds them again.
             self._on_gap()
             raise
-
-    def _claim_entries(self, entries: Sequence[Entry], free: int) -> None:
-        """
-        Claim as many of *entries* as there are slots for; the others go back to the queue.
-        """
-        if len(self._queue) == 0:
-            self._hub.publish(WaitOccupyQueueEmpty())
-        if self._queue.count_due() < max(2 * self._slots.size, BATCH):
-            self._on_low()
-        # A lease that lapsed while the store was slow is ours to renew, not to take over: the
-        # function runs here, or its outcome is on its way. The key is requeued after that.
-        entries = [entry for entry in entries if not self._holds(entry.key)]
-        if entries and (self._contention.is_felt or entries[0].defer_s):
-            entries = self._still_due(entries)
-        # The number of slots may have been lowered while we waited for keys.
-        free = min(free, self._slots.free)
-        for entry in entries[free:]:
-            self._queue.push(entry.key, entry.due_s, entry.priority, hint=entry.hint)
-        if entries and free and not self.stopping:
-            self._claim(entries[:free])
 
     def _free_slots(self) -> int:
         free = self._slots.wait_free(_IDLE_WAIT_S)
@@ -136,28 +118,53 @@ class Claimer(Service):
             free = max(free, self._slots.wait_free(GATHER_S, at_least=wanted))
         return free
 
+    def _due_entries(self, free: int) -> list[Entry]:
+        """
+        Wait for due keys; say if the queue is empty, or runs low, without them.
+        """
+        # While others compete, one query about many keys is cheaper than as many lost claims.
+        wanted = BATCH if self._contention.is_present else min(free, BATCH)
+        entries = self._queue.take(wanted, _IDLE_WAIT_S, spread=self._contention.spread)
+        if entries and not self.stopping:
+            if len(self._queue) == 0:
+                self._hub.publish(WaitOccupyQueueEmpty())
+            if self._queue.count_due() < max(2 * self._slots.size, BATCH):
+                self._on_low()
+        return entries
+
     def _still_due(self, entries: Sequence[Entry]) -> list[Entry]:
         """
-        After lost claims: leave what others have taken meanwhile. A lone key that was not to be
-        left to others is claimed without a look.
+        Leave out what is held here; after lost claims, also what others have taken meanwhile.
         """
-        if len(entries) == 1 and not entries[0].defer_s:
-            return list(entries)
+        # A lease that lapsed while the store was slow is ours to renew, not to take over: the
+        # function runs here, or its outcome is on its way. The key is requeued after that.
+        entries = [entry for entry in entries if not self._holds(entry.key)]
+        is_deferred = bool(entries and entries[0].defer_s)
+        # A lone key is checked only after it was left to others.
+        if not (is_deferred or (self._contention.is_present and len(entries) > 1)):
+            return entries
         now = self._store.clock.now()
-        still_due = {}
-        for document in self._store.find(
-            statements.discovered_by_key([entry.key for entry in entries])
-        ):
-            fields = envelope(document)
+        hints = {}
+        query = statements.discovered_by_key([entry.key for entry in entries])
+        for fields in map(envelope, self._store.find(query)):
             due = fields.get("due")
             if due is None or due <= now:
-                still_due[fields.get("key")] = hint_of(fields)
-        gone = len(entries) - len(still_due)
-        self._contention.looked(len(entries), gone=gone)
-        entries = [entry for entry in entries if entry.key in still_due]
+                hints[fields.get("key")] = hint_of(fields)
+        self._contention.checked(len(entries), gone=len(entries) - len(hints))
+        entries = [entry for entry in entries if entry.key in hints]
         for entry in entries:
-            entry.hint = still_due[entry.key]
+            entry.hint = hints[entry.key]
         return entries
+
+    def _within_slots(self, entries: Sequence[Entry], free: int) -> Sequence[Entry]:
+        """
+        Return to the queue what there is no slot for.
+        """
+        # The number of slots may have been lowered while we waited for keys.
+        free = min(free, self._slots.free)
+        for entry in entries[free:]:
+            self._queue.push(entry.key, entry.due_s, entry.priority, hint=entry.hint)
+        return entries[:free]
 
     # -- one batch ---------------------------------------------------------------------------
 
@@ -176,16 +183,12 @@ class Claimer(Service):
                     unused -= self._begin(won, claims.sent_at_s)
         finally:
             self._slots.give_back(unused)
-        self._contention.claim_took(claims.took_s)
         for key, problem in claims.refused.items():
             self._quarantine.add(key, problem)
-        for (key, running_id), error in claims.unreadable:
-            self._give_back(key, running_id, Released("late"))
-            self._quarantine.add(key, f"{error.path} {error.problem}")
-        if claims.lost:
-            self._learn_of_losses(claims.lost, of=len(entries))
-        else:
-            self._contention.won([entry.key for entry in entries])
+        for ref, error in claims.unreadable:
+            self._give_back(ref, "late")
+            self._quarantine.add(ref[0], error)
+        self._learn(claims)
 
     def _proceed(self, claims: ClaimBatch) -> list[Won]:
         """
@@ -204,8 +207,8 @@ class Claimer(Service):
                 self._after_store_error(error)
                 if self.stopping:
                     # Give back what may have been won.
-                    for key, running_id in claims.undecided:
-                        self._give_back(key, running_id, Released("shutdown"))
+                    for ref in claims.undecided:
+                        self._give_back(ref, "shutdown")
                     raise
             else:
                 self.health.note_success()
@@ -215,25 +218,44 @@ class Claimer(Service):
         """
         Start the attempt if it is open; return whether a slot went with it.
         """
-        key, running_id = won.key, won.running_id
-        attempts, options = won.attempts, won.options
-        mine = next((a for a in attempts if a.running_id == running_id), None)
-        if any(a.worker_id != self._routes.worker_id for a in attempts):
+        if any(attempt.worker_id != self._routes.worker_id for attempt in won.attempts):
             self._intake.record_other_worker()
-        if mine is None or not mine.is_open:
+        if not any(a.running_id == won.running_id and a.is_open for a in won.attempts):
             return False
-        name = won.fields.get("name")
+        attempt = self._held(won, sent_at_s)
+        if self.stopping or time.monotonic() >= attempt.held_until_s:
+            self._give_back((won.key, won.running_id), "shutdown" if self.stopping else "late")
+            return False
+        _log.debug(
+            "a task was claimed",
+            extra={
+                "event": "claimed",
+                "worker_id": self._routes.worker_id,
+                "task_key": attempt.key,
+                "running_id": attempt.running_id,
+                "attempt": attempt.number,
+            },
+        )
+        self._hub.publish(TaskOccupyResult(key=attempt.key, success=True))
+        reach("before_submit")
+        if not self._start(attempt):
+            self._cannot_start = True
+        return True
+
+    def _held(self, won: Won, sent_at_s: float) -> HeldAttempt:
+        name, timeout = won.fields.get("name"), won.options.timeout
+        clock = self._store.clock
         deadline = None
-        if options.timeout is not None and self._store.clock.offset_s is not None:
-            deadline = self._store.clock.at(time.monotonic() + options.timeout)
-        attempt = HeldAttempt(
-            key=key,
+        if timeout is not None and clock.offset_s is not None:
+            deadline = clock.at(time.monotonic() + timeout)
+        return HeldAttempt(
+            key=won.key,
             name=name if isinstance(name, str) else None,
-            running_id=running_id,
+            running_id=won.running_id,
             worker_id=self._routes.worker_id,
-            number=1 + sum(1 for a in attempts if a.failed_at is not None),
+            number=1 + sum(1 for attempt in won.attempts if attempt.failed_at is not None),
             hint=won.hint,
-            options=options,
+            options=won.options,
             document=won.document,
             claimed_at_s=sent_at_s,
             margin_s=self._margin_s,
@@ -241,34 +263,16 @@ class Claimer(Service):
             codec_options=self._store.codec_options,
             deadline=deadline,
         )
-        if self.stopping or time.monotonic() >= attempt.held_until_s:
-            why = Released("shutdown" if self.stopping else "late")
-            self._give_back(key, running_id, why)
-            return False
-        _log.debug(
-            "a task was claimed",
-            extra={
-                "event": "claimed",
-                "worker_id": self._routes.worker_id,
-                "task_key": key,
-                "running_id": running_id,
-                "attempt": attempt.number,
-            },
-        )
-        self._hub.publish(TaskOccupyResult(key=key, success=True))
-        reach("before_submit")
-        if not self._start(attempt):
-            self._cannot_start = True
-        return True
 
-    def _give_back(self, key: str, running_id: str, why: Released) -> None:
+    def _give_back(self, ref: Ref, why: Literal["shutdown", "late"]) -> None:
         """
         Release a claim that does not become an attempt; by ourselves if the stop is over already.
         """
-        if self._writer.release(key, running_id, why):
+        key, running_id = ref
+        if self._writer.release(key, running_id, Released(why)):
             return
         try:
-            self._store.update(statements.release([(key, running_id)]))
+            self._store.update(statements.release([ref]))
         except StoreError as error:
             _log.warning(
                 "a late claim could not be given back; its lease has to end first",
@@ -281,31 +285,36 @@ class Claimer(Service):
                 },
             )
 
-    def _learn_of_losses(self, lost: Mapping[str, Mapping[str, Any] | None], *, of: int) -> None:
+    # -- what a batch teaches ----------------------------------------------------------------
+
+    def _learn(self, claims: ClaimBatch) -> None:
+        """
+        Queue again what was lost and comes up soon; find out what is lost again and again.
+        """
+        self._contention.claim_took(claims.took_s)
+        if not claims.lost:
+            self._contention.won(claims.keys)
+            return
+        _log.debug(
+            "claims were lost",
+            extra={
+                "event": "claims_lost",
+                "worker_id": self._routes.worker_id,
+                "count": len(claims.lost),
+            },
+        )
         now = self._store.clock.now()
         until = self._horizon.end(self._store.clock)
-        for fields in lost.values():
+        for fields in claims.lost.values():
             due = None if fields is None else fields.get("due")
             if fields is not None and isinstance(due, dt.datetime) and now < due <= until:
                 self._intake.offer(fields)
-        _log.debug(
-            "claims were lost",
-            extra={"event": "claims_lost", "worker_id": self._routes.worker_id, "count": len(lost)},
-        )
         self._intake.record_other_worker()
-        lost_before = self._contention.lost(list(lost), of=of)
+        lost_before = self._contention.lost(list(claims.lost), of=len(claims.keys))
         if lost_before:
-            self._inspect(lost_before[:BATCH])
-
-    def _inspect(self, keys: Sequence[str]) -> None:
-        """
-        Keys that were lost again and again: are their documents readable at all?
-        """
-        for document in self._store.find(statements.whole(keys)):
-            try:
-                model.read_task(document, self._store.codec_options)
-            except InvalidTask as error:
-                self._quarantine.add(str(document.get("key")), f"{error.path} {error.problem}")
+            # Are their documents readable at all?
+            for document in self._store.find(statements.whole(lost_before[:BATCH])):
+                self._quarantine.check(document, self._store.codec_options)
 
     def request_stop(self) -> None:
         super().request_stop()

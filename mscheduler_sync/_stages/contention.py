@@ -16,9 +16,9 @@ _FIRST_S, _CAP_S = 0.02, 1.0
 #: A lone key that is lost doubles the wait and one that is won halves it: whatever the number of
 #: idle consumers, their waits settle where about one claim per task is lost among all of them,
 #: which is where two of them go at once.
-_CALM_ONE, _CALM_MANY = 0.5, 0.9
+_DECAY_ONE, _DECAY_MANY = 0.5, 0.9
 #: There may be many others: the first lost claim makes three of four step back.
-_FELT_FIRST: Final = 4
+_FIRST_FACTOR: Final = 4
 _SPREAD_FIRST, _SPREAD_CAP = 64, 2000
 _LOST_BEFORE_S: Final = 60.0
 #: Of the moving average of how long a claim takes.
@@ -33,19 +33,19 @@ class Contention:
     def __init__(self) -> None:
         self._wait_s = 0.0
         self._claim_s = 0.0
-        #: The last look at many keys has shown that others take them.
+        #: The last check of many keys has shown that others take them.
         self._sees_others = False
         #: From how many equal keys a batch is picked at random.
         self.spread = 0
         self._lost_before: TTLCache[str, int] = TTLCache(1000, _LOST_BEFORE_S, timer=time.monotonic)
 
     @property
-    def is_felt(self) -> bool:
+    def is_present(self) -> bool:
         return self._wait_s > 0.0
 
     def draw_wait_s(self) -> float:
         """
-        Return how long to leave a lone key to others, in seconds, before it is looked at again.
+        Return how long to leave a lone key to others, in seconds, before it comes up again.
 
         At random: the longer the wait has grown, the fewer go at once (0.0). All others leave
         those the time to claim it.
@@ -60,9 +60,9 @@ class Contention:
         """
         self._claim_s += _NEWEST_WEIGHS * (min(duration_s, _CAP_S) - self._claim_s)
 
-    def looked(self, count: int, *, gone: int) -> None:
+    def checked(self, count: int, *, gone: int) -> None:
         """
-        *count* keys were looked at before they were claimed, and so many were *gone*.
+        *count* keys were read before they were claimed, and so many were *gone*.
         """
         self._sees_others = count > 1 and gone > 0
 
@@ -73,9 +73,9 @@ class Contention:
         for key in keys:
             self._lost_before.pop(key, None)
         if len(keys) == 1:
-            self._calm(_CALM_ONE)
+            self._decay(_DECAY_ONE)
         elif not self._sees_others:
-            self._calm(_CALM_MANY)
+            self._decay(_DECAY_MANY)
 
     def lost(self, keys: Sequence[str], *, of: int) -> list[str]:
         """
@@ -89,14 +89,14 @@ class Contention:
                 again.append(key)
         # A key that is lost again and again is not for us: nobody competes for it.
         if 2 * (len(keys) - len(again)) >= of:
-            first_s = _FELT_FIRST * _FIRST_S
-            # The wait is for lone keys; of batches it only says that a look pays.
+            first_s = _FIRST_FACTOR * _FIRST_S
+            # The wait is for lone keys; of batches it only says that a check pays.
             grown_s = 2 * self._wait_s if of == 1 else self._wait_s
             self._wait_s = min(_CAP_S, max(first_s, grown_s))
             self.spread = min(_SPREAD_CAP, max(_SPREAD_FIRST, 2 * self.spread))
         return again
 
-    def _calm(self, factor: float) -> None:
-        calmed_s = self._wait_s * factor
-        self._wait_s = calmed_s if calmed_s > _FIRST_S / 2 else 0.0
+    def _decay(self, factor: float) -> None:
+        decayed_s = self._wait_s * factor
+        self._wait_s = decayed_s if decayed_s > _FIRST_S / 2 else 0.0
         self.spread = self.spread // 2 if self.spread > _SPREAD_FIRST else 0

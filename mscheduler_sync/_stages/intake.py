@@ -91,7 +91,7 @@ class Intake:
         """
         Return how long to leave to others what all consumers hear of at once, in seconds.
         """
-        if not self._contention.is_felt:
+        if not self._contention.is_present:
             return 0.0
         now_s = self._timer()
         if due_s <= now_s and self._queue.count_due():

@@ -7,12 +7,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
+from bson.codec_options import CodecOptions
+from bson.raw_bson import RawBSONDocument
 from cachetools import TTLCache
 
+from mscheduler_sync import model
 from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import LogThrottle, logger
+from mscheduler_sync.errors import InvalidTask
 from mscheduler_sync.events import EventHub, TaskSetAside
 
 _log = logger("claim")
@@ -39,10 +43,12 @@ class Quarantine:
         # Under _lock.
         self._keys: TTLCache[str, None] = TTLCache(10_000, SET_ASIDE_S, timer=timer)
 
-    def add(self, key: str, reason: str) -> None:
+    def add(self, key: str, reason: str | InvalidTask) -> None:
         """
         Leave *key* alone for a while; say so, with the *reason*, once per interval.
         """
+        if isinstance(reason, InvalidTask):
+            reason = f"{reason.path} {reason.problem}"
         with self._lock:
             self._keys[key] = None
         self._queue.discard(key)
@@ -52,6 +58,15 @@ class Quarantine:
                 extra={"event": "set_aside", "task_key": key, "reason": reason},
             )
             self._hub.publish(TaskSetAside(key=key, reason=reason))
+
+    def check(self, document: RawBSONDocument, codec_options: CodecOptions[Any]) -> None:
+        """
+        Set *document* aside if it cannot be read as a task.
+        """
+        try:
+            model.read_task(document, codec_options)
+        except InvalidTask as error:
+            self.add(str(document.get("key")), error)
 
     def __contains__(self, key: str) -> bool:
         with self._lock:

@@ -19,7 +19,7 @@ def test_lone_consumer_waits_for_nothing() -> None:
     contention = Contention()
     for number in range(10):
         contention.won([f"k{number}"])
-    assert not contention.is_felt
+    assert not contention.is_present
     assert (contention.draw_wait_s(), contention.spread) == (0.0, 0)
 
 
@@ -29,11 +29,11 @@ def test_lost_claims_are_felt_until_enough_are_won() -> None:
     """
     contention = Contention()
     assert contention.lost(["k"], of=1) == []
-    assert contention.is_felt
+    assert contention.is_present
     assert contention.spread > 0
     for number in range(10):
         contention.won([f"k{number}"])
-    assert not contention.is_felt
+    assert not contention.is_present
 
 
 def test_key_that_is_lost_again_and_again_is_no_competition() -> None:
@@ -58,26 +58,26 @@ def test_few_lost_of_many_are_not_felt() -> None:
     """
     contention = Contention()
     contention.lost(["a", "b"], of=8)
-    assert not contention.is_felt
+    assert not contention.is_present
     contention.lost(["c", "d", "e", "f"], of=8)
-    assert contention.is_felt
+    assert contention.is_present
 
 
 def test_others_at_work_are_felt_as_long_as_they_are_seen() -> None:
     """
-    While looks find keys gone, batches that are won prove nothing; lone keys still do.
+    While checks find keys gone, batches that are won prove nothing; lone keys still do.
     """
     contention = Contention()
     contention.lost(["a", "b"], of=2)
     for _ in range(100):
-        contention.looked(100, gone=1)
+        contention.checked(100, gone=1)
         contention.won(["c", "d"])
-    assert contention.is_felt
+    assert contention.is_present
     assert contention.spread
     for _ in range(100):
-        contention.looked(100, gone=0)
+        contention.checked(100, gone=0)
         contention.won(["c", "d"])
-    assert not contention.is_felt
+    assert not contention.is_present
     assert not contention.spread
 
 
@@ -121,7 +121,7 @@ def test_idle_consumers_settle_where_one_claim_per_task_is_lost(consumers: int) 
     lost = []
     for number in range(400):
         key = [f"k{number}"]
-        waits = [member.draw_wait_s() if member.is_felt else 0.0 for member in members]
+        waits = [member.draw_wait_s() if member.is_present else 0.0 for member in members]
         claimants = [
             member
             for member, wait_s in zip(members, waits, strict=True)
