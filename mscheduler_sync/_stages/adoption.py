@@ -1,22 +1,21 @@
 """
 Documents that another program wrote or changed: our derived fields in them are missing or stale.
+
+Where the fetcher meets one, it is repaired before it goes on into the delay queue.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from bson.raw_bson import RawBSONDocument
 
 from mscheduler_sync import model
 from mscheduler_sync._runtime.log import LogThrottle, logger
-from mscheduler_sync._stages.horizon import Horizon
 from mscheduler_sync._stages.intake import Intake
 from mscheduler_sync._stages.quarantine import Quarantine
-from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.store import TaskStore
@@ -38,41 +37,38 @@ class Adoption:
     def __init__(
         self,
         store: TaskStore,
-        routes: Routes,
         intake: Intake,
         quarantine: Quarantine,
-        horizon: Horizon,
         *,
         is_stopping: Callable[[], bool],
     ) -> None:
         self._store = store
-        self._routes = routes
         self._intake = intake
         self._quarantine = quarantine
-        self._horizon = horizon
         self._is_stopping = is_stopping
-        self._invalid = LogThrottle(60.0)
+        self._undecodable = LogThrottle(60.0)
         self._next_sweep_s = float("-inf")
 
-    def decoded(self, document: RawBSONDocument) -> dict[str, Any] | None:
-        try:
-            return envelope(document)
-        except Exception as error:  # noqa: BLE001 - one document must not stop the others
-            if self._invalid.allows(bytes(document.raw[:64])):
-                _log.error(
-                    "a document cannot be decoded",
-                    extra={"event": "undecodable", "error": str(error)[:300]},
-                )
-            return None
+    def decode(self, documents: Iterable[RawBSONDocument]) -> Iterator[dict[str, Any]]:
+        """
+        Decode what can be decoded of *documents*.
+        """
+        for document in documents:
+            try:
+                yield envelope(document)
+            except Exception as error:  # noqa: BLE001 - one document must not stop the others
+                if self._undecodable.allows(bytes(document.raw[:64])):
+                    _log.error(
+                        "a document cannot be decoded",
+                        extra={"event": "undecodable", "error": str(error)[:300]},
+                    )
 
     def adopt_underived(self) -> None:
         after: object | None = None
         for _ in range(_UNDERIVED_PAGES):
             found = self._store.find(statements.underived(after_id=after, limit=_CHUNK))
-            for document in found:
-                fields = self.decoded(document)
-                if fields is not None:
-                    self.adopt(fields.get("key"))
+            for fields in self.decode(found):
+                self.adopt(fields.get("key"))
             if len(found) < _CHUNK:
                 return
             after = found[-1]["_id"]
@@ -93,14 +89,8 @@ class Adoption:
             if document is not None:
                 self._quarantine.check(document, self._store.codec_options)
             return
-        until = self._horizon.end(self._store.clock)
-        for document in self._store.find(statements.discovered_by_key([key])):
-            fields = self.decoded(document)
-            due = None if fields is None else fields.get("due")
-            if fields is None or not isinstance(due, dt.datetime):
-                continue
-            if self._routes.include(fields.get("routes")) and due <= until:
-                self._intake.offer(fields)
+        for fields in self.decode(self._store.find(statements.discovered_by_key([key]))):
+            self._intake.offer_if_near(fields)
 
     def sweep_now_and_then(self) -> None:
         """
@@ -112,21 +102,20 @@ class Adoption:
         after = ""
         while not self._is_stopping():
             found = self._store.find(statements.unfinished(after_key=after, limit=_PAGE))
-            stale = [key for document in found if (key := self._stale_key(document)) is not None]
+            stale = [str(fields["key"]) for fields in self.decode(found) if self._is_stale(fields)]
             for start in range(0, len(stale), _CHUNK):
                 self._store.update_batch(statements.repair, stale[start : start + _CHUNK])
             if len(found) < _PAGE:
                 return
             after = str(found[-1]["key"])
 
-    def _stale_key(self, document: RawBSONDocument) -> str | None:
-        fields = self.decoded(document)
-        if fields is None or not isinstance(fields.get("key"), str):
-            return None
-        key = str(fields["key"])
+    def _is_stale(self, fields: Mapping[str, Any]) -> bool:
+        key = fields.get("key")
+        if not isinstance(key, str):
+            return False
         try:
-            status, due = model.derive(fields, model.read_attempts(fields))
+            derived = model.derive(fields, model.read_attempts(fields))
         except InvalidTask as error:
             self._quarantine.add(key, error)
-            return None
-        return None if fields.get("status") == status and fields.get("due") == due else key
+            return False
+        return derived != (fields.get("status"), fields.get("due"))

@@ -14,6 +14,7 @@ from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._runtime.slots import Slots
+from mscheduler_sync._stages.attempt import Interrupted, Released
 from mscheduler_sync._stages.claimer import Claimer
 from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.executor import Executor, FunctionOf
@@ -85,7 +86,7 @@ class Assembly:
         contention = Contention()
         horizon = Horizon()
         self.quarantine = quarantine = Quarantine(queue, hub)
-        intake = Intake(queue, store.clock, hub, contention, quarantine, horizon)
+        intake = Intake(routes, queue, store.clock, hub, contention, quarantine, horizon)
         self.writer = OutcomeWriter(
             store,
             worker_id,
@@ -125,7 +126,6 @@ class Assembly:
             slots,
             intake,
             quarantine,
-            horizon,
             hub,
             self.writer,
             contention,
@@ -178,7 +178,7 @@ class Assembly:
         # A claim whose answer is under way is given back by the claimer itself.
         self.claimer.join(min(1.0, max(0.0, deadline_s - writes_s - time.monotonic())))
         self._wait_for_functions(began_s, deadline_s - writes_s, timeout_s)
-        abandoned = self._running.abandon()
+        abandoned = self._running.abandon(Interrupted())
         self.writer.drain(max(0.0, deadline_s - time.monotonic()))
         for service in (self._heartbeats, self.writer):
             service.request_stop()
@@ -244,5 +244,5 @@ class Assembly:
     def give_back_everything(self, timeout_s: float) -> None:
         self._store.deadline_s = time.monotonic() + timeout_s
         self.claimer.request_stop()
-        self._running.give_back()
+        self._running.abandon(Released("shutdown"))
         self.writer.drain(timeout_s)

@@ -195,6 +195,18 @@ class HeldAttempt:
             if self._progress is None:
                 self._progress = value
 
+    def log_fields(self, event: str, **more: object) -> dict[str, Any]:
+        """
+        Return what a record of the *event* says of this attempt.
+        """
+        return {
+            "event": event,
+            "worker_id": self.context.worker_id,
+            "task_key": self.key,
+            "running_id": self.running_id,
+            **more,
+        }
+
     def ask_to_end(self, reason: Reason, why: str) -> None:
         """
         Ask the function to end, unless it was asked before.
@@ -202,16 +214,7 @@ class HeldAttempt:
         if self.context.cancelled.is_set():
             return
         self.context.cancel(reason)
-        _log.warning(
-            "an attempt is asked to end",
-            extra={
-                "event": reason,
-                "worker_id": self.context.worker_id,
-                "task_key": self.key,
-                "running_id": self.running_id,
-                "why": why,
-            },
-        )
+        _log.warning("an attempt is asked to end", extra=self.log_fields(reason, why=why))
 
     def age_s(self) -> float:
         return time.monotonic() - self.claimed_at_s

@@ -18,7 +18,6 @@ from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._runtime.slots import Slots
 from mscheduler_sync._stages.attempt import HeldAttempt, Released
 from mscheduler_sync._stages.contention import Contention
-from mscheduler_sync._stages.horizon import Horizon
 from mscheduler_sync._stages.intake import Intake
 from mscheduler_sync._stages.outcome import OutcomeWriter
 from mscheduler_sync._stages.quarantine import Quarantine
@@ -54,7 +53,6 @@ class Claimer(Service):
         slots: Slots,
         intake: Intake,
         quarantine: Quarantine,
-        horizon: Horizon,
         hub: EventHub,
         writer: OutcomeWriter,
         contention: Contention,
@@ -74,7 +72,6 @@ class Claimer(Service):
         self._slots = slots
         self._intake = intake
         self._quarantine = quarantine
-        self._horizon = horizon
         self._hub = hub
         self._writer = writer
         self._margin_s = margin_s
@@ -226,16 +223,8 @@ class Claimer(Service):
         if self.stopping or time.monotonic() >= attempt.held_until_s:
             self._give_back((won.key, won.running_id), "shutdown" if self.stopping else "late")
             return False
-        _log.debug(
-            "a task was claimed",
-            extra={
-                "event": "claimed",
-                "worker_id": self._routes.worker_id,
-                "task_key": attempt.key,
-                "running_id": attempt.running_id,
-                "attempt": attempt.number,
-            },
-        )
+        fields = attempt.log_fields("claimed", attempt=attempt.number)
+        _log.debug("a task was claimed", extra=fields)
         self._hub.publish(TaskOccupyResult(key=attempt.key, success=True))
         reach("before_submit")
         if not self._start(attempt):
@@ -304,11 +293,10 @@ class Claimer(Service):
             },
         )
         now = self._store.clock.now()
-        until = self._horizon.end(self._store.clock)
         for fields in claims.lost.values():
             due = None if fields is None else fields.get("due")
-            if fields is not None and isinstance(due, dt.datetime) and now < due <= until:
-                self._intake.offer(fields)
+            if fields is not None and isinstance(due, dt.datetime) and due > now:
+                self._intake.offer_if_near(fields)
         self._intake.record_other_worker()
         lost_before = self._contention.lost(list(claims.lost), of=len(claims.keys))
         if lost_before:

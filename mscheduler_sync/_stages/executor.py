@@ -191,11 +191,9 @@ def _outcome_of(error: BaseException, attempt: HeldAttempt) -> Outcome:
         return Failed(failure.describe(error), delay_s=error.delay_s)
     if isinstance(error, PermanentFailure):
         return Failed(failure.describe(error), for_good=True)
-    if attempt.timed_out:
+    if attempt.timed_out or context.reason == "timed_out":
         return _timed_out(attempt)
     if isinstance(error, LeaseLost) and context.reason is not None:
-        if context.reason == "timed_out":
-            return _timed_out(attempt)
         if context.reason == "lease_lost":
             # Counted: a task whose leases lapse again and again must come to an end.
             return Failed("LeaseLost: the lease was not renewed in time, and the function ended")
@@ -203,14 +201,9 @@ def _outcome_of(error: BaseException, attempt: HeldAttempt) -> Outcome:
     _log.info(
         "a function raised",
         exc_info=error,
-        extra={
-            "event": "function_raised",
-            "worker_id": context.worker_id,
-            "task_key": attempt.key,
-            "running_id": attempt.running_id,
-            "attempt": attempt.number,
-            "error_type": type(error).__name__,
-        },
+        extra=attempt.log_fields(
+            "function_raised", attempt=attempt.number, error_type=type(error).__name__
+        ),
     )
     return Failed(failure.describe(error))
 

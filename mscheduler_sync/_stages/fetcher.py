@@ -63,9 +63,7 @@ class Fetcher(Service):
         self._horizon = horizon
         self._rust_interop = rust_interop
         self._on_changed = on_changed
-        self._adoption = Adoption(
-            store, routes, intake, quarantine, horizon, is_stopping=lambda: self.stopping
-        )
+        self._adoption = Adoption(store, intake, quarantine, is_stopping=lambda: self.stopping)
         self._changed = threading.Condition()
         # Under _changed.
         self._schedule = PassSchedule(poll_interval_s)
@@ -186,19 +184,15 @@ class Fetcher(Service):
         ids = list(lookups)
         for start in range(0, len(ids), CHUNK):
             found = self._store.find(statements.discovered_by_id(ids[start : start + CHUNK]))
-            until = self._horizon.end(self._store.clock)
-            for document in found:
-                fields = self._adoption.decoded(document)
-                if fields is None:
-                    continue
+            for fields in self._adoption.decode(found):
                 key = fields.get("key")
                 if isinstance(key, str):
                     self._on_changed(key)
                 is_foreign = lookups.get(fields.get("_id"), False)
                 if is_foreign or fields.get("routes") is None or fields.get("due") is None:
                     self._adoption.adopt(key)
-                elif self._routes.include(fields["routes"]) and fields["due"] <= until:
-                    self._intake.offer(fields)
+                else:
+                    self._intake.offer_if_near(fields)
 
     def _pass(self) -> float:
         """
@@ -233,10 +227,7 @@ class Fetcher(Service):
             )
             queued = 0
             last_due: object = None
-            for document in found:
-                fields = self._adoption.decoded(document)
-                if fields is None:
-                    continue
+            for fields in self._adoption.decode(found):
                 last_due = fields.get("due")
                 queued += self._intake.offer(fields, from_pass=True)
             if len(found) < limit:

@@ -87,13 +87,7 @@ class Heartbeat:
             except StoreRejected as error:
                 _log.error(
                     "the progress that came with a heartbeat was refused by the server",
-                    extra={
-                        "event": "progress_refused",
-                        "worker_id": attempt.context.worker_id,
-                        "task_key": attempt.key,
-                        "running_id": attempt.running_id,
-                        "error": str(error)[:500],
-                    },
+                    extra=attempt.log_fields("progress_refused", error=str(error)[:500]),
                 )
         return self._store.update(statements.heartbeat(refs), timeout_s=timeout_s)[0]
 
@@ -127,13 +121,7 @@ class Heartbeat:
         if self._log_throttle.allows(type(error.__cause__)):
             _log.warning(
                 "a heartbeat could not be sent; will try again",
-                extra={
-                    "event": "heartbeat_failed",
-                    "worker_id": self.attempt.context.worker_id,
-                    "task_key": self.attempt.key,
-                    "running_id": self.attempt.running_id,
-                    "error": str(error)[:500],
-                },
+                extra=self.attempt.log_fields("heartbeat_failed", error=str(error)[:500]),
             )
 
 

@@ -257,12 +257,7 @@ class HeartbeatScheduler(Service):
             _log.error(
                 "a heartbeat failed with a programming error; its attempt is given up",
                 exc_info=error,
-                extra={
-                    "event": "heartbeat_crashed",
-                    "worker_id": self._worker_id,
-                    "task_key": attempt.key,
-                    "running_id": attempt.running_id,
-                },
+                extra=attempt.log_fields("heartbeat_crashed"),
             )
             attempt.ask_to_end("lease_lost", "its heartbeat crashed")
             return False

@@ -59,6 +59,12 @@ class Horizon:
             half_s = min(self._shortest_s, self._shortest_before_s) / 2
         return max(SHORTEST_HORIZON_S, min(LONGEST_HORIZON_S, half_s))
 
+    def reaches(self, due: object, clock: ServerClock) -> bool:
+        """
+        Return whether *due* comes before the next pass would find it. What is odd counts as soon.
+        """
+        return not isinstance(due, dt.datetime) or due <= self.end(clock)
+
     def end(self, clock: ServerClock) -> dt.datetime:
         """
         Return the server's time until which what comes due is wanted in the delay queue.

@@ -19,6 +19,7 @@ from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.horizon import Horizon
 from mscheduler_sync._stages.quarantine import Quarantine
+from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage.claims import hint_of
 from mscheduler_sync.events import EventHub, WaitOccupy
 
@@ -35,6 +36,7 @@ class Intake:
 
     def __init__(
         self,
+        routes: Routes,
         queue: DelayQueue,
         clock: ServerClock,
         hub: EventHub,
@@ -44,6 +46,7 @@ class Intake:
         *,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._routes = routes
         self._queue = queue
         self._clock = clock
         self._hub = hub
@@ -86,6 +89,14 @@ class Intake:
         if queued and self._hub.has_listeners:
             self._hub.publish(WaitOccupy(key=key, next_occupy_time=self._clock.at(due_s)))
         return queued
+
+    def offer_if_near(self, fields: Mapping[str, Any]) -> None:
+        """
+        Offer a document that no query of ours has chosen: if it is for us, and due soon.
+        """
+        is_near = self._horizon.reaches(fields.get("due"), self._clock)
+        if is_near and self._routes.include(fields.get("routes")):
+            self.offer(fields)
 
     def _defer_s(self, due_s: float) -> float:
         """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import collections
 import threading
-import time
 from collections.abc import Callable
 
 from mscheduler_sync._runtime.log import logger
@@ -41,7 +40,7 @@ class RunningAttempts:
         self._held: dict[str, HeldAttempt] = {}
         self._keys: collections.Counter[str] = collections.Counter()
         self._begun = 0
-        self._wanted: set[str] = set()
+        self._to_requeue: set[str] = set()
         self._stuck: dict[str, HeldAttempt] = {}
         self._finished_in_stop: list[str] = []
         self._released_in_stop: list[str] = []
@@ -78,13 +77,7 @@ class RunningAttempts:
             # The interpreter is shutting down, or the system makes no more threads.
             _log.warning(
                 "an attempt cannot be started here; it is released",
-                extra={
-                    "event": "not_started",
-                    "worker_id": attempt.context.worker_id,
-                    "task_key": attempt.key,
-                    "running_id": attempt.running_id,
-                    "error": str(error),
-                },
+                extra=attempt.log_fields("not_started", error=str(error)),
             )
             self.ended(attempt, Released("shutdown"))
             return False
@@ -110,19 +103,19 @@ class RunningAttempts:
         """
         Nothing more will be written for *attempt*.
         """
-        was_wanted = False
+        is_wanted = False
         with self._lock:
             if self._held.pop(attempt.running_id, None) is not None:
                 self._keys[attempt.key] -= 1
                 if not self._keys[attempt.key]:
                     del self._keys[attempt.key]
-                    was_wanted = attempt.key in self._wanted
-                    self._wanted.discard(attempt.key)
+                    is_wanted = attempt.key in self._to_requeue
+                    self._to_requeue.discard(attempt.key)
             has_ended = verdict == "stored" and isinstance(outcome, Succeeded | Failed)
             if has_ended and self._is_stopping():
                 self._finished_in_stop.append(attempt.key)
 
-        if was_wanted:
+        if is_wanted:
             self._on_free(attempt.key)
 
     def give_up(self, attempt: HeldAttempt) -> None:
@@ -138,14 +131,7 @@ class RunningAttempts:
             count = len(self._stuck)
         _log.error(
             "a function does not end after its time-out",
-            extra={
-                "event": "stuck",
-                "worker_id": attempt.context.worker_id,
-                "task_key": attempt.key,
-                "running_id": attempt.running_id,
-                "stuck": count,
-                "slot_replaced": attempt.slot_replaced,
-            },
+            extra=attempt.log_fields("stuck", stuck=count, slot_replaced=attempt.slot_replaced),
         )
         reason = (
             f"TimedOut: the function ran longer than {attempt.options.timeout} s and did not end"
@@ -181,7 +167,7 @@ class RunningAttempts:
         with self._lock:
             is_held = key in self._keys
             if is_held:
-                self._wanted.add(key)
+                self._to_requeue.add(key)
             return is_held
 
     def task_changed(self, key: str) -> None:
@@ -191,9 +177,9 @@ class RunningAttempts:
         with self._lock:
             if key not in self._keys:
                 return
-            changed = [a for a in self._held.values() if a.key == key and not a.ended]
-        for attempt in changed:
-            self._heartbeats.send_now(attempt)
+        for attempt in self._unended():
+            if attempt.key == key:
+                self._heartbeats.send_now(attempt)
 
     def keys(self) -> list[str]:
         with self._lock:
@@ -207,9 +193,11 @@ class RunningAttempts:
             return [attempt.key for attempt in self._stuck.values()]
 
     def oldest_age_s(self) -> float | None:
+        return max((attempt.age_s() for attempt in self._unended()), default=None)
+
+    def _unended(self) -> list[HeldAttempt]:
         with self._lock:
-            running = [a.claimed_at_s for a in self._held.values() if not a.ended]
-        return time.monotonic() - min(running) if running else None
+            return [attempt for attempt in self._held.values() if not attempt.ended]
 
     # -- stopping ----------------------------------------------------------------------------
 
@@ -217,33 +205,20 @@ class RunningAttempts:
         """
         Ask all running functions to end.
         """
-        with self._lock:
-            running = [a for a in self._held.values() if not a.ended]
-        for attempt in running:
+        for attempt in self._unended():
             attempt.ask_to_end(reason, "the consumer stops")
 
-    def abandon(self) -> list[HeldAttempt]:
+    def abandon(self, outcome: Interrupted | Released) -> list[HeldAttempt]:
         """
-        Give up all functions that still run: what they return is not written any more.
+        Give up all functions that still run with this *outcome*: what they return is not written.
         """
         with self._lock:
             running = [a for a in self._held.values() if not a.ended]
             for attempt in running:
                 attempt.abandoned = True
         for attempt in running:
-            self._writer.put(attempt, Interrupted())
+            self._writer.put(attempt, outcome)
         return running
-
-    def give_back(self) -> None:
-        """
-        Give up all functions and release their attempts: the process ends at once.
-        """
-        with self._lock:
-            running = [a for a in self._held.values() if not a.ended]
-            for attempt in running:
-                attempt.abandoned = True
-        for attempt in running:
-            self._writer.put(attempt, Released("shutdown"))
 
     def stop_report(self) -> tuple[list[str], list[str]]:
         """

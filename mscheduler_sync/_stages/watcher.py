@@ -8,7 +8,6 @@ trusted to be complete.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,7 +80,7 @@ class Watcher(StreamReader):
         changed = event.get("updateDescription")
         fields = changed.get("updatedFields") if isinstance(changed, Mapping) else None
         due = fields.get("due") if isinstance(fields, Mapping) else None
-        if due is not None and not self._is_soon(due):
+        if due is not None and not self._horizon.reaches(due, self._store.clock):
             return
         # A change that leaves our derived fields alone is another program's: they may be stale.
         is_foreign = not (isinstance(fields, Mapping) and fields)
@@ -94,15 +93,4 @@ class Watcher(StreamReader):
         elif self._routes.include(document["routes"]):
             if self._horizon.observe(document):
                 self._fetcher.wake()
-            if self._is_soon(document["due"]):
-                self._intake.offer(document)
-
-    def _is_soon(self, due: object) -> bool:
-        """
-        Whether *due* comes before the next pass would find it. Anything odd counts as soon.
-        """
-        try:
-            at_s = self._store.clock.monotonic_at(due)  # type: ignore[arg-type]
-        except (TypeError, AttributeError, OverflowError):
-            return True
-        return at_s <= time.monotonic() + self._horizon.length_s
+            self._intake.offer_if_near(document)

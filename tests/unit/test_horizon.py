@@ -84,4 +84,12 @@ def test_end_is_in_the_servers_time() -> None:
     clock.set(noon, received_at_s=100.0)
     horizon = Horizon(timer=lambda: 101.0)
     horizon.observe(task(8_000))
-    assert horizon.end(clock) == noon + dt.timedelta(seconds=1 + 4)
+    end = noon + dt.timedelta(seconds=1 + 4)
+    assert horizon.end(clock) == end
+    later = end + dt.timedelta(milliseconds=1)
+    assert [horizon.reaches(due, clock) for due in (end, later, "odd", None)] == [
+        True,
+        False,
+        True,
+        True,
+    ]

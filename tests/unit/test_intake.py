@@ -14,6 +14,8 @@ from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.horizon import Horizon
 from mscheduler_sync._stages.intake import BACK_OFF_S, OTHERS_MEMORY_S, Intake
 from mscheduler_sync._stages.quarantine import Quarantine
+from mscheduler_sync._stages.routes import Routes
+from mscheduler_sync._storage import expressions as x
 from mscheduler_sync.events import EventHub, WaitOccupy
 from tests.support import Document
 
@@ -36,6 +38,7 @@ class Room:
         self.quarantine = Quarantine(self.queue, self.hub, timer=self.timer)
         self.horizon = Horizon(timer=self.timer)
         self.intake = Intake(
+            Routes("me", ["known"]),
             self.queue,
             self.clock,
             self.hub,
@@ -104,6 +107,23 @@ def test_document_without_key_or_time_is_set_aside(room: Room, fields: Document)
     assert len(room.quarantine) == 1
     assert not room.intake.offer(task(key=str(fields["key"])))
     assert room.queued() == []
+
+
+@pytest.mark.parametrize(
+    ("route", "due_s", "queued"),
+    [
+        ("known", 5, True),
+        ("known", 10 + 30, True),
+        ("known", 10 + 31, False),
+        ("unknown", 5, False),
+    ],
+)
+def test_offer_if_near(room: Room, route: str, due_s: float, queued: bool) -> None:
+    """
+    What was found by its key is queued if it is for this consumer, and due within the horizon.
+    """
+    room.intake.offer_if_near({**task(due_s=due_s), "routes": x.route_of_name(route)})
+    assert bool(room.queued()) is queued
 
 
 @pytest.mark.parametrize(
