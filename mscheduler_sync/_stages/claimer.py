@@ -17,13 +17,13 @@ from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._runtime.slots import Slots
 from mscheduler_sync._stages.attempt import HeldAttempt, Released
+from mscheduler_sync._stages.claims import ClaimBatch, Won, hint_of
 from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.intake import Intake
 from mscheduler_sync._stages.outcome import OutcomeWriter
 from mscheduler_sync._stages.quarantine import Quarantine
 from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.claims import ClaimBatch, Won, hint_of
 from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.statements import Ref
 from mscheduler_sync._storage.store import TaskStore

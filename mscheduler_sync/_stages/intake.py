@@ -16,11 +16,11 @@ from cachetools import TTLCache
 
 from mscheduler_sync._runtime.clock import ServerClock
 from mscheduler_sync._runtime.delay_queue import DelayQueue
+from mscheduler_sync._stages.claims import hint_of
 from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.horizon import Horizon
 from mscheduler_sync._stages.quarantine import Quarantine
 from mscheduler_sync._stages.routes import Routes
-from mscheduler_sync._storage.claims import hint_of
 from mscheduler_sync.events import EventHub, WaitOccupy
 
 #: A worker that has just failed a task lets others go first by this long, in seconds.

@@ -10,7 +10,7 @@ import pytest
 from pymongo.collection import Collection
 
 from mscheduler_sync import Producer
-from mscheduler_sync._storage.claims import ClaimBatch, Won, hint_of
+from mscheduler_sync._stages.claims import ClaimBatch, Won, hint_of
 from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.statements import Find, Update, discovered_by_key
 from mscheduler_sync._storage.store import Success, TaskStore
