@@ -368,7 +368,7 @@ class Consumer:
 
     def __repr__(self) -> str:
         return (
-            f"Consumer({self._store.full_name!r}, worker_id={self.worker_id!r}, "
+            f"Consumer({self._store.collection.full_name!r}, worker_id={self.worker_id!r}, "
             f"state={self.state!r})"
         )
 
@@ -380,9 +380,8 @@ class Consumer:
                 msg = "the router has no functions; this consumer would never run anything"
                 raise ValueError(msg)
             self._router.freeze()
-        options = self._store.collection.database.client.options.pool_options
         needed = self._settings.max_workers + _OWN_CONNECTIONS
-        self._life.warn_of_small_pool(options.max_pool_size, needed)
+        self._life.warn_of_small_pool(self._store.max_pool_size, needed)
         assembly = Assembly(
             settings=self._settings,
             store=self._store,

@@ -189,7 +189,7 @@ class Producer:
         self._ready(in_transaction=session is not None)
         document = options.document(key, frozen, self._store.clock.now())
         if session is not None:
-            inserted, _ = self._store.upsert(document, session=session)
+            inserted = self._insert_in(session, document)
         else:
             inserted = self._insert(document)
         if inserted:
@@ -274,20 +274,26 @@ class Producer:
                     results[number] = SendResult(key, False, False, None, error)
 
     def _insert_many(
-        self, documents: Sequence[Mapping[str, Any]]
+        self, documents: Sequence[dict[str, Any]]
     ) -> tuple[Sequence[bool], Mapping[int, str]]:
+        inserts = [statements.new_task(document) for document in documents]
         try:
-            return self._store.insert_many(documents)
+            return self._store.insert_many(inserts)
         except StoreUnavailable:
             # The same documents again: the _id says which of them were stored.
-            return self._store.insert_many(documents)
+            return self._store.insert_many(inserts)
 
-    def _insert(self, document: Mapping[str, Any]) -> bool:
+    def _insert(self, document: dict[str, Any]) -> bool:
+        statement = statements.new_task(document)
         try:
-            return self._store.insert(document)
+            return self._store.insert(statement)
         except StoreUnavailable:
             # Perhaps only the reply was lost. The same document again settles it.
-            return self._store.insert(document)
+            return self._store.insert(statement)
+
+    def _insert_in(self, session: ClientSession, document: dict[str, Any]) -> bool:
+        statement = statements.new_task_in_transaction(document)
+        return self._store.update(statement, session=session)[1] > 0
 
     def _send_to_existing(
         self,
@@ -353,9 +359,7 @@ class Producer:
     ) -> SendResult:
         document = options.document(key, params, self._store.clock.now())
         inserted = (
-            self._store.upsert(document, session=session)[0]
-            if session is not None
-            else self._insert(document)
+            self._insert_in(session, document) if session is not None else self._insert(document)
         )
         if inserted:
             return SendResult(key, inserted=True, updated=False, status="waiting")
@@ -461,7 +465,7 @@ class Producer:
 
         A function that runs is not stopped; its outcome is then refused.
         """
-        return self._store.delete(_checked_key(key))
+        return self._store.delete(statements.delete_task(_checked_key(key))) > 0
 
     def delete_finished(
         self,
@@ -488,7 +492,7 @@ class Producer:
             if not found:
                 return deleted
             keys = [str(document["key"]) for document in found]
-            count = self._store.delete_matching(statements.ended_among(keys, cutoff, statuses))
+            count = self._store.delete(statements.delete_ended(keys, cutoff, statuses))
             deleted += count
             if not count:
                 return deleted
@@ -525,14 +529,7 @@ class Producer:
         # A page is short only at the end, however many of its documents are unreadable.
         while len(tasks) < limit:
             wanted = limit - len(tasks)
-            found = self._store.find(
-                statements.Find(
-                    filter={"key": {"$gt": after}, **condition},
-                    projection={},
-                    sort=[("key", 1)],
-                    limit=wanted,
-                )
-            )
+            found = self._store.find(statements.tasks(condition, after=after, limit=wanted))
             tasks.extend(self._readable(found))
             if len(found) < wanted:
                 break
@@ -545,7 +542,7 @@ class Producer:
         """
         Count the tasks, by their stored status. Reads the whole collection.
         """
-        return self._store.count(_condition(status, name, tag))
+        return self._store.count(statements.tasks(_condition(status, name, tag)))
 
     def result(self, key: str, timeout: float | None = None, *, all: bool = False) -> Any:
         """
@@ -638,7 +635,7 @@ class Producer:
                 self._store.ensure_indexes(max_age_s=_INDEXES_AGE_S)
 
     def __repr__(self) -> str:
-        return f"Producer({self._store.full_name!r})"
+        return f"Producer({self._store.collection.full_name!r})"
 
 
 _STATUS_FIELDS: Final[Mapping[str, Any]] = {

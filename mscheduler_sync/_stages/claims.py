@@ -22,8 +22,9 @@ from mscheduler_sync import model
 from mscheduler_sync._runtime.crash_points import reach
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.codec import envelope
+from mscheduler_sync._storage.mongo_store import BatchResult
 from mscheduler_sync._storage.statements import Ref, Update
-from mscheduler_sync._storage.store import PLAIN, BatchResult, TaskStore
+from mscheduler_sync._storage.store import PLAIN, TaskStore
 from mscheduler_sync.errors import InvalidTask, StoreRejected
 from mscheduler_sync.model import Attempt, TaskOptions
 

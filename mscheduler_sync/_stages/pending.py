@@ -21,8 +21,9 @@ from mscheduler_sync._stages.attempt import (
     Succeeded,
 )
 from mscheduler_sync._storage import statements
+from mscheduler_sync._storage.mongo_store import BatchResult
 from mscheduler_sync._storage.statements import Update
-from mscheduler_sync._storage.store import BatchResult, Success, TaskStore
+from mscheduler_sync._storage.store import Success, TaskStore
 from mscheduler_sync.limits import LONGEST_S
 from mscheduler_sync.model import Attempt, TaskOptions
 

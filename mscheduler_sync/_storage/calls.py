@@ -122,7 +122,7 @@ class ServerCalls:
             self._under_way[call] = began_s
         try:
             # A passed deadline still leaves a moment, so that a last write has a chance.
-            with pymongo.timeout(max(0.5, min(timeout_s, left_s))):
+            with pymongo.timeout(min(timeout_s, max(0.5, left_s))):
                 yield
         except (DuplicateKeyError, BulkWriteError):
             self._note_answer()

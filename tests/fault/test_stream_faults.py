@@ -209,7 +209,7 @@ def test_the_collection_goes_away(
             wait_until(lambda: scene.consumer.health().ok, "all parts are well", 15)
             wait_streaming(scene)
             scene.probe()
-        names = {options["name"] for _, options in INDEXES}
+        names = {index.name for index in INDEXES}
         assert names <= set(scene.tasks.index_information())
         assert [scene.witness.count(f"after-{number}") for number in range(3)] == [1, 1, 1]
     finally:
@@ -228,7 +228,7 @@ def test_the_collection_goes_away_without_a_producer(scene: Scene) -> None:
         assert template is not None
         scene.invariants.deleted("template")
         scene.tasks.drop()
-        names = {options["name"] for _, options in INDEXES}
+        names = {index.name for index in INDEXES}
         wait_until(lambda: names <= set(scene.tasks.index_information()), "the indexes are there")
         scene.settled()
 

@@ -98,8 +98,8 @@ def made(tasks: Tasks, *parts: Iterator[Document]) -> TaskStore:
     """
     Fill *tasks*; return a store on it, indexes included.
     """
-    for keys, options in statements.INDEXES:
-        tasks.create_index(keys, **options)
+    for index in statements.INDEXES:
+        tasks.create_index(index.keys, name=index.name, **index.options)
     for part in parts:
         insert(tasks, part)
     return TaskStore(tasks)
@@ -206,7 +206,8 @@ class Statements:
 
     def update(self, statement: Update, *, changes: bool = True) -> None:
         matched, _ = self.store.update(statement)
-        assert (matched == len(statement.keys)) is changes, statement.filter
+        count = len(statement.filter["key"]["$in"]) if statement.many else 1
+        assert (matched == count) is changes, statement.filter
 
     def find(self, query: Find, count: int) -> None:
         assert len(self.store.find(query)) == count

@@ -8,7 +8,7 @@ import datetime as dt
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 import bson
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.sending import SendOptions
-from mscheduler_sync._storage.statements import Find, Update
+from mscheduler_sync._storage.statements import Delete, Find, Update
 
 UTC = dt.timezone.utc
 OBJECT_ID = bson.ObjectId("65a1b2c3d4e5f60718293a4b")
@@ -149,6 +149,8 @@ def finds() -> dict[str, Find]:
         "claimed": statements.claimed(refs(3)),
         "claimed, one": statements.claimed(refs(1)),
         "attempt_state": statements.attempt_state(KEYS),
+        "task": statements.task(KEYS[0], {"params": 0}),
+        "tasks": statements.tasks({"status": "waiting"}, after="$key", limit=10),
         "finished_before": statements.finished_before(MOMENT, list(x.TERMINAL), 10),
     }
 
@@ -156,6 +158,16 @@ def finds() -> dict[str, Find]:
 UPDATES: Final = updates()
 EVERY_UPDATE = pytest.mark.parametrize("name", list(UPDATES))
 EVERY_FIND = pytest.mark.parametrize("name", list(finds()))
+
+
+def keys_of(update: Update) -> list[str]:
+    condition = update.filter["key"]
+    return [condition] if isinstance(condition, str) else condition["$in"]
+
+
+def stages(update: Update) -> list[dict[str, Any]]:
+    assert isinstance(update.pipeline, list)
+    return update.pipeline
 
 
 def walk(node: object, parent: str = "") -> Iterator[tuple[str, object]]:
@@ -204,10 +216,8 @@ def test_a_write_finds_its_documents_by_key(name: str) -> None:
     """
     for update in UPDATES[name]:
         assert next(iter(update.filter)) == "key"
-        condition = update.filter["key"]
-        assert condition == (
-            update.keys[0] if len(update.keys) == 1 else {"$in": list(update.keys)}
-        )
+        assert update.filter["key"] == statements.one_or_in(keys_of(update))
+        assert update.many is (len(keys_of(update)) > 1)
 
 
 @EVERY_UPDATE
@@ -243,7 +253,7 @@ def test_a_write_after_the_claim_is_fenced(name: str, count: int) -> None:
     """
     update = after_the_claim(count)[name]
     assert update.filter[x.ATTEMPTS]["$elemMatch"] == {
-        "running_id": {"$in": IDS[: len(update.keys)]},
+        "running_id": {"$in": IDS[: len(keys_of(update))]},
         "success_time": None,
         "fail_time": None,
     }
@@ -269,7 +279,7 @@ def test_a_read_begins_with_an_indexed_field(name: str) -> None:
     """
     find = finds()[name]
     first, condition = next(iter(find.filter.items()))
-    leading = {keys[0][0] for keys, _ in statements.INDEXES} | {"_id"}
+    leading = {index.keys[0][0] for index in statements.INDEXES} | {"_id"}
     assert first in leading
     assert not [name for name in find.filter if name.startswith("$")]
     if isinstance(condition, Mapping):
@@ -299,15 +309,15 @@ def test_deleting_what_ended_goes_by_key_and_checks_again() -> None:
     """
     A task that was armed meanwhile stays.
     """
-    condition = statements.ended_among(KEYS, MOMENT, ["failed"])
-    assert condition == {
+    delete = statements.delete_ended(KEYS, MOMENT, ["failed"])
+    assert delete.filter == {
         "key": {"$in": KEYS},
         "finished_at": {"$gte": x.EPOCH, "$lt": MOMENT},
         "status": {"$in": ["failed"]},
     }
-    assert next(iter(condition)) == "key"
-    assert statements.task("$key") == {"key": "$key"}
-    assert statements.tasks(KEYS) == {"key": {"$in": KEYS}}
+    assert next(iter(delete.filter)) == "key"
+    assert delete.many
+    assert statements.delete_task("$key") == Delete(statements.TASKS, {"key": "$key"})
 
 
 def test_a_list_of_one_is_no_list() -> None:
@@ -384,7 +394,7 @@ def test_fields_are_set_to_expressions(name: str) -> None:
     A sub-document in ``$set`` is merged by one server and stored by another; there is none.
     """
     for update in UPDATES[name]:
-        for stage in update.pipeline:
+        for stage in stages(update):
             assert len(stage) == 1
             for value in stage.get("$set", {}).values():
                 assert not isinstance(value, dict) or (
@@ -399,7 +409,7 @@ def test_nothing_temporary_is_left(name: str) -> None:
     """
     for update in UPDATES[name]:
         left = set()
-        for stage in update.pipeline:
+        for stage in stages(update):
             left |= {path.split(".")[0] for path in stage.get("$set", {}) if path.startswith("_")}
             unset = stage.get("$unset", [])
             left -= {unset} if isinstance(unset, str) else set(unset)
@@ -486,12 +496,12 @@ def test_the_indexes() -> None:
     """
     The key as the crate has it; who may take what when; and two that hold finished tasks only.
     """
-    assert statements.INDEXES == [
-        ([("key", 1)], {"name": "key", "unique": True}),
-        ([("routes", 1), ("due", 1)], {"name": "routes_due"}),
-        ([("finished_at", 1)], {"name": "finished_at", "sparse": True}),
-        ([("expire_at", 1)], {"name": "expire_at", "sparse": True, "expireAfterSeconds": 0}),
-    ]
+    assert {index.name: (index.keys, index.options) for index in statements.INDEXES} == {
+        "key": ([("key", 1)], {"unique": True}),
+        "routes_due": ([("routes", 1), ("due", 1)], {}),
+        "finished_at": ([("finished_at", 1)], {"sparse": True}),
+        "expire_at": ([("expire_at", 1)], {"sparse": True, "expireAfterSeconds": 0}),
+    }
 
 
 def test_routes_cannot_be_mistaken_for_each_other() -> None:

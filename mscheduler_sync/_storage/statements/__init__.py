@@ -9,6 +9,7 @@ claim are fenced by the attempt's ``running_id``; one that changes nothing has
 lost a race or was applied before, and may be repeated at will.
 """
 
+from mscheduler_sync._storage.statement import Delete, Find, Insert, Update
 from mscheduler_sync._storage.statements.attempts import (
     EXPIRED_REASON,
     Failure,
@@ -24,12 +25,7 @@ from mscheduler_sync._storage.statements.attempts import (
     snooze,
     succeed,
 )
-from mscheduler_sync._storage.statements.base import (
-    READABLE,
-    Find,
-    Update,
-    one_or_in,
-)
+from mscheduler_sync._storage.statements.base import READABLE, TASKS, one_or_in
 from mscheduler_sync._storage.statements.discovery import (
     INDEXES,
     discovered_by_id,
@@ -46,8 +42,11 @@ from mscheduler_sync._storage.statements.discovery import (
 from mscheduler_sync._storage.statements.plain import claim_plain, succeed_plain
 from mscheduler_sync._storage.statements.producing import (
     cancel,
-    ended_among,
+    delete_ended,
+    delete_task,
     finished_before,
+    new_task,
+    new_task_in_transaction,
     resend,
     task,
     tasks,
@@ -57,8 +56,11 @@ __all__ = [
     "EXPIRED_REASON",
     "INDEXES",
     "READABLE",
+    "TASKS",
+    "Delete",
     "Failure",
     "Find",
+    "Insert",
     "Ref",
     "Update",
     "attempt_state",
@@ -66,16 +68,19 @@ __all__ = [
     "claim",
     "claim_plain",
     "claimed",
+    "delete_ended",
+    "delete_task",
     "discovered_by_id",
     "discovered_by_key",
     "due_tasks",
     "eligible_in_shared_routes",
     "eligible_name",
-    "ended_among",
     "fail",
     "finished_before",
     "heartbeat",
     "mark_interrupted",
+    "new_task",
+    "new_task_in_transaction",
     "one_or_in",
     "release",
     "repair",

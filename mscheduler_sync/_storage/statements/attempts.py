@@ -11,13 +11,8 @@ from typing import Final
 import attrs
 
 from mscheduler_sync._storage import expressions as x
-from mscheduler_sync._storage.statements.base import (
-    READABLE,
-    Document,
-    Find,
-    Update,
-    one_or_in,
-)
+from mscheduler_sync._storage.statement import Document, Find, Update
+from mscheduler_sync._storage.statements.base import READABLE, TASKS, of_tasks, one_or_in
 from mscheduler_sync._storage.statements.discovery import allowed_to, eligible_name
 
 #: A call's time-out and some slack, in milliseconds.
@@ -66,16 +61,14 @@ def claim(
     }
     lease_end = x.server_now_plus(x.number_at("task_option.worker_timeout_ms"))
     attempt = new_attempt(keys, running_ids, worker_id, lease_end)
-    return Update(
-        keys=keys,
-        filter={
-            "key": one_or_in(keys),
-            **READABLE,
+    return of_tasks(
+        keys,
+        {
             "task_option.specific_worker_ids": allowed_to(worker_id),
             f"{x.ATTEMPTS}.running_id": {"$nin": running_ids},
             **eligible_name(names),
         },
-        pipeline=[
+        [
             *x.settle(
                 EXPIRED_REASON, elapsed_since_outage_ms=elapsed_since_outage_ms, sent_at=sent_at
             ),
@@ -120,13 +113,8 @@ def claimed(refs: Sequence[Ref]) -> Find:
     condition: Document = {"key": one_or_in(keys)}
     if len(refs) > 1:
         condition[f"{x.ATTEMPTS}.running_id"] = {"$in": running_ids}
-    return Find(
-        filter=condition,
-        projection={f"{x.ATTEMPTS}.returns": 0},
-        sort=[],
-        # Without its unique index a collection may hold a key twice.
-        limit=max(2, len(keys)),
-    )
+    # Without its unique index a collection may hold a key twice.
+    return Find(TASKS, condition, {f"{x.ATTEMPTS}.returns": 0}, limit=max(2, len(keys)))
 
 
 def split(refs: Sequence[Ref]) -> tuple[list[str], list[str]]:
@@ -141,21 +129,11 @@ def _of_open_attempts(refs: Sequence[Ref], facts: Document) -> Update:
     Set *facts* in each task whose attempt is open.
     """
     keys, running_ids = split(refs)
-    return Update(
-        keys=keys,
-        filter={
-            "key": one_or_in(keys),
-            **READABLE,
-            x.ATTEMPTS: {
-                "$type": "array",
-                "$elemMatch": {
-                    "running_id": {"$in": running_ids},
-                    "success_time": None,
-                    "fail_time": None,
-                },
-            },
-        },
-        pipeline=[{"$set": facts}, *x.DERIVED],
+    is_open = {"running_id": {"$in": running_ids}, "success_time": None, "fail_time": None}
+    return of_tasks(
+        keys,
+        {x.ATTEMPTS: {**READABLE[x.ATTEMPTS], "$elemMatch": is_open}},
+        [{"$set": facts}, *x.DERIVED],
     )
 
 
@@ -187,8 +165,9 @@ def attempt_state(keys: Sequence[str]) -> Find:
     What a heartbeat must learn of its tasks: the attempts, options and a cancel request.
     """
     return Find(
-        filter={"key": one_or_in(keys)},
-        projection={
+        TASKS,
+        {"key": one_or_in(keys)},
+        {
             "key": 1,
             "cancel": 1,
             "task_option": 1,
@@ -201,7 +180,6 @@ def attempt_state(keys: Sequence[str]) -> Find:
             f"{x.ATTEMPTS}.fail_time": 1,
             f"{x.ATTEMPTS}.fail_reason": 1,
         },
-        sort=[],
         limit=len(keys),
     )
 
@@ -295,8 +273,4 @@ def repair(keys: Sequence[str]) -> Update:
     """
     Recompute the derived fields of documents that a Rust worker or a person wrote or changed.
     """
-    return Update(
-        keys=list(keys),
-        filter={"key": one_or_in(keys), **READABLE},
-        pipeline=[x.routes(), *x.DERIVED],
-    )
+    return of_tasks(keys, {}, [x.routes(), *x.DERIVED])

@@ -5,13 +5,13 @@ What all statements share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
-
-import attrs
+from typing import Final
 
 from mscheduler_sync._storage import expressions as x
+from mscheduler_sync._storage.statement import Document, Update
 
-Document = dict[str, Any]
+#: The collection of the tasks in statements.
+TASKS: Final = "tasks"
 
 #: What the expressions rely on; a document that fails it is left alone.
 READABLE: Final[Document] = {
@@ -24,27 +24,16 @@ READABLE: Final[Document] = {
 }
 
 
-@attrs.frozen
-class Update:
+def of_tasks(keys: Sequence[str], conditions: Document, pipeline: list[x.Stage]) -> Update:
     """
-    One conditional write of each of some documents, all in one command.
+    A conditional write of each of the tasks *keys*, if it is readable. Index: key.
     """
-
-    keys: Sequence[str]
-    filter: Document
-    pipeline: list[x.Stage]
-
-
-@attrs.frozen
-class Find:
-    """
-    One bounded read.
-    """
-
-    filter: Document
-    projection: Document
-    sort: list[tuple[str, int]]
-    limit: int
+    return Update(
+        TASKS,
+        {"key": one_or_in(keys), **READABLE, **conditions},
+        pipeline,
+        many=len(keys) != 1,
+    )
 
 
 def one_or_in(keys: Sequence[str]) -> object:

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from typing import Final
 
 from mscheduler_sync._storage import expressions as x
-from mscheduler_sync._storage.statements.base import Document, Find, one_or_in
+from mscheduler_sync._storage.statement import Document, Find, Index
+from mscheduler_sync._storage.statements.base import TASKS, one_or_in
 
-#: (keys, options). The crate's own two indexes coexist: same name and options for ``key``.
-INDEXES: Final[list[tuple[list[tuple[str, int]], Document]]] = [
-    ([("key", 1)], {"name": "key", "unique": True}),
-    ([("routes", 1), ("due", 1)], {"name": "routes_due"}),
-    ([("finished_at", 1)], {"name": "finished_at", "sparse": True}),
-    ([("expire_at", 1)], {"name": "expire_at", "sparse": True, "expireAfterSeconds": 0}),
-]
+#: The crate's own two indexes coexist: same name and options for ``key``.
+INDEXES: Final = (
+    Index(TASKS, "key", [("key", 1)], {"unique": True}),
+    Index(TASKS, "routes_due", [("routes", 1), ("due", 1)]),
+    Index(TASKS, "finished_at", [("finished_at", 1)], {"sparse": True}),
+    Index(TASKS, "expire_at", [("expire_at", 1)], {"sparse": True, "expireAfterSeconds": 0}),
+)
 
 _DISCOVERED: Final[Document] = {
     "key": 1,
@@ -40,12 +41,8 @@ def due_tasks(
     """
     The earliest tasks of one route that are due in [*after*, *until*]. Index: routes_due.
     """
-    return Find(
-        filter={"routes": route, "due": {"$gte": after, "$lte": until}, **(eligible or {})},
-        projection=_DISCOVERED,
-        sort=[("due", 1)],
-        limit=limit,
-    )
+    condition = {"routes": route, "due": {"$gte": after, "$lte": until}, **(eligible or {})}
+    return Find(TASKS, condition, _DISCOVERED, [("due", 1)], limit)
 
 
 def eligible_in_shared_routes(worker_id: str, names: Sequence[str | None] | None) -> Document:
@@ -89,7 +86,7 @@ def underived(*, after_id: object | None, limit: int) -> Find:
     condition: Document = {"routes": None}
     if after_id is not None:
         condition["_id"] = {"$gt": after_id}
-    return Find(filter=condition, projection={"key": 1}, sort=[("_id", 1)], limit=limit)
+    return Find(TASKS, condition, {"key": 1}, [("_id", 1)], limit)
 
 
 def unfinished(*, after_key: str, limit: int) -> Find:
@@ -97,10 +94,11 @@ def unfinished(*, after_key: str, limit: int) -> Find:
     A page over all unfinished documents in order of key, for the sweep of a shared collection.
     """
     return Find(
-        filter={"key": {"$gt": after_key}, "finished_at": None},
-        projection={"params": 0, "progress": 0, f"{x.ATTEMPTS}.returns": 0},
-        sort=[("key", 1)],
-        limit=limit,
+        TASKS,
+        {"key": {"$gt": after_key}, "finished_at": None},
+        {"params": 0, "progress": 0, f"{x.ATTEMPTS}.returns": 0},
+        [("key", 1)],
+        limit,
     )
 
 
@@ -108,36 +106,25 @@ def discovered_by_id(ids: Sequence[object]) -> Find:
     """
     What discovery needs to know of the documents *ids* (at most 100). Index: _id.
     """
-    return Find(
-        filter={"_id": {"$in": list(ids)}},
-        projection={**_DISCOVERED, "routes": 1},
-        sort=[],
-        limit=len(ids),
-    )
+    return _discovered({"_id": {"$in": list(ids)}}, len(ids))
 
 
 def discovered_by_key(keys: Sequence[str]) -> Find:
     """
     What discovery needs to know of the tasks *keys* (at most 100). Index: key.
     """
-    return Find(
-        filter={"key": one_or_in(keys)},
-        projection={**_DISCOVERED, "routes": 1},
-        sort=[],
-        limit=len(keys),
-    )
+    return _discovered({"key": one_or_in(keys)}, len(keys))
+
+
+def _discovered(condition: Document, limit: int) -> Find:
+    return Find(TASKS, condition, {**_DISCOVERED, "routes": 1}, limit=limit)
 
 
 def whole(keys: Sequence[str]) -> Find:
     """
     The tasks *keys* (at most 100) without their results. Index: key.
     """
-    return Find(
-        filter={"key": one_or_in(keys)},
-        projection={f"{x.ATTEMPTS}.returns": 0},
-        sort=[],
-        limit=len(keys),
-    )
+    return Find(TASKS, {"key": one_or_in(keys)}, {f"{x.ATTEMPTS}.returns": 0}, limit=len(keys))
 
 
 def watch_pipeline() -> list[x.Stage]:

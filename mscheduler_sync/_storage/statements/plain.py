@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from mscheduler_sync._storage import expressions as x
+from mscheduler_sync._storage.statement import Document, Update
 from mscheduler_sync._storage.statements.attempts import (
     Ref,
     answered_by,
@@ -21,7 +22,7 @@ from mscheduler_sync._storage.statements.attempts import (
     split,
     success,
 )
-from mscheduler_sync._storage.statements.base import READABLE, Document, Update, one_or_in
+from mscheduler_sync._storage.statements.base import READABLE, of_tasks
 from mscheduler_sync._storage.statements.discovery import eligible_name
 
 #: One worker is enough. An array would pass for its elements.
@@ -52,11 +53,9 @@ def claim_plain(
             {"$lte": [x.NOW, answered_by(sent_at)]},
         ]
     }
-    return Update(
-        keys=keys,
-        filter={
-            "key": one_or_in(keys),
-            **READABLE,
+    return of_tasks(
+        keys,
+        {
             **_FOR_ONE,
             x.ATTEMPTS: {**READABLE[x.ATTEMPTS], "$size": 0},
             _MAX: {**READABLE[_MAX], "$gte": 1},
@@ -66,7 +65,7 @@ def claim_plain(
             "task_option.specific_worker_ids": {"$in": [None, [], worker_id]},
             **eligible_name(names),
         },
-        pipeline=[
+        [
             {"$set": {"_may": may}},
             {
                 "$set": {
@@ -102,13 +101,11 @@ def succeed_plain(
     }
     if progress is not None:
         facts["progress"] = x.literal(progress)
-    return Update(
-        keys=keys,
-        filter={
-            "key": one_or_in(keys),
-            **READABLE,
+    return of_tasks(
+        keys,
+        {
             **_FOR_ONE,
             x.ATTEMPTS: {**READABLE[x.ATTEMPTS], "$size": 1, "$elemMatch": is_ours},
         },
-        pipeline=[{"$set": facts}, {"$set": {"expire_at": x.expiry("$finished_at")}}],
+        [{"$set": facts}, {"$set": {"expire_at": x.expiry("$finished_at")}}],
     )

@@ -5,27 +5,44 @@ What a producer does to a task that exists, and to those that have ended.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from mscheduler_sync._storage import expressions as x
-from mscheduler_sync._storage.statements.base import READABLE, Document, Find, Update
+from mscheduler_sync._storage.statement import Delete, Document, Find, Insert, Update
+from mscheduler_sync._storage.statements.base import TASKS, of_tasks
 
 _IDS: Final = "task_option.specific_worker_ids"
 
 
-def task(key: str) -> Document:
-    """
-    The filter of one task. Index: key.
-    """
-    return {"key": key}
+def new_task(document: Document) -> Insert:
+    return Insert(TASKS, document, mark="send_id", unique="key")
 
 
-def tasks(keys: Sequence[str]) -> Document:
+def new_task_in_transaction(document: Document) -> Update:
     """
-    The filter of the tasks *keys* (at most 100). Index: key.
+    Insert *document* unless its key is taken: a duplicate would end the transaction.
     """
-    return {"key": {"$in": list(keys)}}
+    return Update(TASKS, {"key": document["key"]}, {"$setOnInsert": document}, upsert=True)
+
+
+def task(key: str, projection: Mapping[str, object] | None = None) -> Find:
+    """
+    One task, whole or as *projection* says. Index: key.
+    """
+    return Find(TASKS, {"key": key}, None if projection is None else dict(projection), limit=1)
+
+
+def tasks(conditions: Document, *, after: str | None = None, limit: int = 0) -> Find:
+    """
+    The tasks that fulfil *conditions*, in order of key, from after the key *after*. Index: key.
+    """
+    page = {} if after is None else {"key": {"$gt": after}}
+    return Find(TASKS, {**page, **conditions}, None, [("key", 1)], limit)
+
+
+def delete_task(key: str) -> Delete:
+    return Delete(TASKS, {"key": key})
 
 
 def resend(
@@ -74,10 +91,10 @@ def resend(
     guarded = {
         path: {"$cond": ["$_may", value, _unchanged(path)]} for path, value in changes.items()
     }
-    return Update(
-        keys=[key],
-        filter={"key": key, **READABLE},
-        pipeline=[
+    return of_tasks(
+        [key],
+        {},
+        [
             *x.DERIVED,
             {
                 "$set": {
@@ -155,10 +172,10 @@ def cancel(key: str) -> Update:
             {"time": x.NOW, "worker_ids": "$task_option.specific_worker_ids"},
         ]
     }
-    return Update(
-        keys=[key],
-        filter={"key": key, **READABLE},
-        pipeline=[
+    return of_tasks(
+        [key],
+        {},
+        [
             *x.DERIVED,
             {"$set": {"cancel": request}},
             {
@@ -182,23 +199,18 @@ def finished_before(cutoff: dt.datetime, statuses: Sequence[str], limit: int) ->
     """
     A page of tasks that ended before *cutoff*, oldest first. Index: finished_at.
     """
-    return Find(
-        filter={
-            "finished_at": {"$gte": x.EPOCH, "$lt": cutoff},
-            "status": {"$in": list(statuses)},
-        },
-        projection={"key": 1},
-        sort=[("finished_at", 1)],
-        limit=limit,
-    )
+    return Find(TASKS, _ended(cutoff, statuses), {"key": 1}, [("finished_at", 1)], limit)
 
 
-def ended_among(keys: Sequence[str], cutoff: dt.datetime, statuses: Sequence[str]) -> Document:
+def delete_ended(keys: Sequence[str], cutoff: dt.datetime, statuses: Sequence[str]) -> Delete:
     """
-    The filter that deletes *keys* as long as they are still ended. Index: key.
+    Delete *keys* (at most 100) as long as they are still ended. Index: key.
     """
+    return Delete(TASKS, {"key": {"$in": list(keys)}, **_ended(cutoff, statuses)}, many=True)
+
+
+def _ended(cutoff: dt.datetime, statuses: Sequence[str]) -> Document:
     return {
-        "key": {"$in": list(keys)},
         "finished_at": {"$gte": x.EPOCH, "$lt": cutoff},
         "status": {"$in": list(statuses)},
     }
