@@ -21,12 +21,12 @@ from bson.raw_bson import RawBSONDocument
 
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._storage import codec
+from mscheduler_sync._storage.statement import Document
 from mscheduler_sync.errors import StoreError
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.held import HeldJob, HeldJobs
 from mscheduler_sync.pool.ring import PoolView, hash_of
 from mscheduler_sync.pool.runner import JobRunner
-from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.statements.jobs import Ownership
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.workers import ActiveWorkers, Job
@@ -198,7 +198,7 @@ class Claims:
         for claim in self._next_claims(active):
             self._unsettled.append(claim)
             statement = statements.jobs.claim(claim.ids, claim.worker, active.node, claim.id)
-            matched, _ = self._store.write(statement)
+            matched, _ = self._store.update(statement)
             won = self._settle(claim, matched=matched)
             self._after_lost_race([job_id for job_id in claim.ids if job_id not in won])
 
@@ -221,7 +221,7 @@ class Claims:
         """
         Read back what *claim* has won, and start it; return the ids.
         """
-        won = self._store.read_raw(statements.jobs.claimed(claim.ids, claim.id)) if matched else []
+        won = self._store.find(statements.jobs.claimed(claim.ids, claim.id)) if matched else []
         self._unsettled.remove(claim)
         for document in won:
             self._accept(claim, document)
@@ -238,7 +238,7 @@ class Claims:
         if not self._held.add(held):
             # Claimed by a life that is over. If this fails, the reaper does it.
             with contextlib.suppress(StoreError):
-                self._store.write(statements.jobs.release(ownership, self._view.epoch()))
+                self._store.update(statements.jobs.release(ownership, self._view.epoch()))
         elif held.worker.is_leaving:
             # It may have been removed while the claim was under way: nothing starts there.
             self._runner.release(held)
@@ -305,7 +305,7 @@ class Claims:
             # In this order: if the lease was lost meanwhile, its handlers may still be at work.
             if self._held.life == active.life:
                 ownership = Ownership(job["_id"], str(job["owner"]), int(job["fence"]))
-                self._store.write(statements.jobs.release(ownership, self._view.epoch()))
+                self._store.update(statements.jobs.release(ownership, self._view.epoch()))
 
     def _set_aside(self, ownership: Ownership, error: Exception) -> None:
         """
@@ -319,4 +319,4 @@ class Claims:
         )
         stored = {"type": type(error).__name__, "text": str(error)[:500]}
         with contextlib.suppress(StoreError):
-            self._store.write(statements.jobs.postpone(ownership, stored, _UNREADABLE_MS))
+            self._store.update(statements.jobs.postpone(ownership, stored, _UNREADABLE_MS))

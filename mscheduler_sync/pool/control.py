@@ -125,7 +125,7 @@ class Control(Service):
             self._next_reap_s = self._reaper.sweep(self._membership.active())
         while self._retiring:
             node = self._retiring[0]
-            self._store.write(statements.members.retire(node))
+            self._store.update(statements.members.retire(node))
             self._reaper.remove(node)
             self._retiring.pop(0)
 

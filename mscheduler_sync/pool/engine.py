@@ -141,7 +141,7 @@ class Engine:
         settings = self._settings
         self.store.measure_clock()
         self.store.ensure_indexes()
-        self.store.write(statements.members.ensure_pool(settings.pool, settings.order))
+        self.store.update(statements.members.ensure_pool(settings.pool, settings.order))
         seen = self.view.refresh()
         if seen.state != statements.OPEN:
             raise PoolClosed(settings.pool)
@@ -255,7 +255,7 @@ class Engine:
     # -- ends --------------------------------------------------------------------------------
 
     def begin_shutdown(self) -> None:
-        self.store.write(statements.members.begin_shutdown(self.store.pool, self.node))
+        self.store.update(statements.members.begin_shutdown(self.store.pool, self.node))
         self.view.refresh()
         self.is_shutdown = True
 
@@ -325,10 +325,10 @@ class Engine:
         self.lease.join(max(0.0, deadline_s - time.monotonic()))
         if not report.left:
             with contextlib.suppress(StoreError):
-                self.store.write(statements.members.retire(node))
+                self.store.update(statements.members.retire(node))
                 for worker in workers:
-                    self.store.remove(statements.members.forget_worker(worker.id))
-                self.store.remove(statements.members.forget_node(node))
+                    self.store.delete(statements.members.forget_worker(worker.id))
+                self.store.delete(statements.members.forget_node(node))
         return report
 
     def finish_shutdown(self, own: CloseReport, deadline_s: float) -> ShutdownReport:
@@ -347,7 +347,7 @@ class Engine:
                     # Another has finished it, and the name may be in use anew.
                     return ShutdownReport(own)
                 for node in self._nodes_alive():
-                    self.store.write(statements.members.declare_dead(node))
+                    self.store.update(statements.members.declare_dead(node))
                 nodes = self._nodes_alive()
                 if not nodes and not own.left:
                     break
@@ -355,7 +355,7 @@ class Engine:
                 return ShutdownReport(own, nodes, self._job_keys())
             waiter.wait(_SHUTDOWN_POLL_S)
         for removal in statements.members.forget_pool(pool):
-            self.store.remove(removal)
+            self.store.delete(removal)
         return ShutdownReport(own)
 
     def _nodes_alive(self) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ class Lease(Service):
             self.node, self._store.pool, self._ttl_ms, facts
         )
         sent_s = time.monotonic()
-        self._store.write(statement)
+        self._store.update(statement)
         self._extend(sent_s)
 
     @property
@@ -134,7 +134,7 @@ class Lease(Service):
             return False
         timeout_s = min(self._ttl_s / 3, until_s - sent_s, CALL_TIMEOUT_S)
         try:
-            matched, _ = self._store.write(
+            matched, _ = self._store.update(
                 statements.members.renew_lease(self.node, self._ttl_ms), timeout_s=timeout_s
             )
         except StoreError as error:

@@ -12,13 +12,13 @@ import time
 from typing import Final
 
 from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._storage.statement import Document
 from mscheduler_sync.events import EventHub
 from mscheduler_sync.pool import events, statements
 from mscheduler_sync.pool.claims import Claims
 from mscheduler_sync.pool.ring import PoolView
 from mscheduler_sync.pool.runner import JobRunner
 from mscheduler_sync.pool.settings import NodeSettings
-from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.workers import ActiveWorkers
 
@@ -68,7 +68,7 @@ class Reaper:
         ends = [self._end_of(node) for node in alive]
         for node, end_s in zip(alive, ends, strict=True):
             if end_s <= time.monotonic():
-                store.write(statements.members.declare_dead(node["_id"]))
+                store.update(statements.members.declare_dead(node["_id"]))
         dead = store.read(statements.members.nodes_of(pool, statements.DEAD))
         gone = {node["_id"] for node in dead}
         known = {node["_id"] for node in alive} - gone
@@ -91,12 +91,12 @@ class Reaper:
         workers = {one["_id"] for one in store.read(statements.members.workers_of_node(node))}
         workers |= {one.worker for one in self._view.ring.slots if one.node == node}
         for worker in sorted(workers):
-            store.write(statements.members.leave(self._store.pool, worker))
+            store.update(statements.members.leave(self._store.pool, worker))
         # Whoever claims these jobs must know the ring without the dead.
         epoch = self._view.refresh().ring.epoch
-        freed, _ = store.write(statements.jobs.release_all_of(self._store.pool, node, epoch))
+        freed, _ = store.update(statements.jobs.release_all_of(self._store.pool, node, epoch))
         for worker in workers:
-            store.remove(statements.members.forget_worker(worker))
+            store.delete(statements.members.forget_worker(worker))
         self._removed.add(node)
         if workers or freed:
             _log.warning(
@@ -123,7 +123,7 @@ class Reaper:
         if isinstance(died_at, dt.datetime):
             age_s = (self._store.clock.now() - died_at).total_seconds()
             if age_s > kept_s:
-                self._store.remove(statements.members.forget_node(node["_id"]))
+                self._store.delete(statements.members.forget_node(node["_id"]))
 
     def _file_failures(self) -> None:
         for job in self._store.read(

@@ -15,9 +15,9 @@ import attrs
 
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._storage.statement import Document
 from mscheduler_sync.events import deadline_after
 from mscheduler_sync.pool import statements
-from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
 
 _log = logger("pool")
@@ -64,7 +64,7 @@ class Recurring:
         Make the shared document, or change its interval, and compete from now on.
         """
         document_id, pool, name = self._id, self._store.pool, self.name
-        self._store.write(
+        self._store.update(
             statements.recurring.make(self._where, document_id, pool, name, self._interval_ms)
         )
         self.thread.start()
@@ -76,7 +76,7 @@ class Recurring:
         Raises:
             StoreError: The database did not answer; call it again.
         """
-        self._store.remove(statements.recurring.remove(self._where, self._id))
+        self._store.delete(statements.recurring.remove(self._where, self._id))
         self.close()
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class Ticker(Recurring):
         interval_ms, number = int(document["interval_ms"]), int(document["number"])
         token = uuid.uuid4().hex
         self._token = token
-        _, changed = self._store.write(
+        _, changed = self._store.update(
             statements.recurring.tick(self._id, interval_ms, number, token)
         )
         self._token = None

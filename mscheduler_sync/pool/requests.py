@@ -16,6 +16,7 @@ import attrs
 from mscheduler_sync._runtime import backoff
 from mscheduler_sync._storage import codec
 from mscheduler_sync._storage.codec import MAX_PARAMS_BYTES
+from mscheduler_sync._storage.statement import Document
 from mscheduler_sync.errors import (
     DispatchTimeout,
     HandlerError,
@@ -31,7 +32,6 @@ from mscheduler_sync.errors import (
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.ring import PoolView
 from mscheduler_sync.pool.settings import NodeSettings
-from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.watcher import Waiter, Waiters
 
@@ -148,7 +148,7 @@ class Requests:
             if is_fresh and self._waiting < limit // 2:
                 self._waiting += 1
                 return
-        count = self._store.count("jobs", statements.jobs.count_pending(self._store.pool))
+        count = self._store.count(statements.jobs.count_pending(self._store.pool))
         if count >= limit:
             raise PoolFull(self._store.pool, limit)
         with self._lock:
@@ -164,7 +164,7 @@ class Requests:
                 ):
                     # It was there, and has failed already.
                     return
-                if self._store.insert_job(document):
+                if self._store.insert(statements.jobs.insert(document)):
                     return
             except StoreUnavailable:
                 # It may be there: the same again tells, or finds the server still away.
@@ -228,16 +228,16 @@ class Requests:
             return
         # Marked, then removed: should the answer be lost, the mark tells what has happened.
         withdrawn = statements.jobs.cancel(dispatch.job_id, dispatch.id, _WITHDRAWN)
-        if self._store.write(withdrawn)[0]:
+        if self._store.update(withdrawn)[0]:
             with contextlib.suppress(StoreError):
                 # If this fails, the reapers free the key, or its next dispatch does.
-                self._store.remove(statements.jobs.remove_failed(dispatch.job_id, dispatch.id))
+                self._store.delete(statements.jobs.remove_failed(dispatch.job_id, dispatch.id))
             raise self._verdict(dispatch, _WITHDRAWN)
         # A worker has it: its start is not over yet, and has as long again.
         if now_s >= end_s and not self._is_running(dispatch):
             stop = statements.jobs.ask_stop(dispatch.job_id, dispatch.id, dispatch.id, self._node())
             # Nobody has it any more if its start has asked for another try just now.
-            if self._store.write(stop)[0]:
+            if self._store.update(stop)[0]:
                 raise DispatchTimeout(dispatch.key, dispatch.timeout_s, started=True)
 
     # -- stop --------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Requests:
                     return None
             else:
                 request = statements.jobs.ask_stop(job_id, dispatch_id, stop_id, self._node())
-                self._store.write(request)
+                self._store.update(request)
                 left = self._job(job_id)
                 if left is None or left["dispatch_id"] != dispatch_id:
                     return None
@@ -311,7 +311,7 @@ class Requests:
         answer: tuple[int, int] | None = None
         while answer is None:
             try:
-                answer = self._store.write(statement)
+                answer = self._store.update(statement)
             except StoreUnavailable:
                 failures += 1
                 if not self._pause_after(failures, deadline_s):
@@ -336,7 +336,7 @@ class Requests:
 
     def job_payload(self, key: str) -> Any:
         job_id = statements.full_id(self._store.pool, key)
-        found = self._store.read_raw(statements.jobs.job(job_id, {"payload": 1, "state": 1}))
+        found = self._store.find(statements.jobs.job(job_id, {"payload": 1, "state": 1}))
         if not found or found[0]["state"] == statements.FAILED:
             raise JobNotFound(key)
         return codec.thaw(found[0], "payload", self._store.codec_options)

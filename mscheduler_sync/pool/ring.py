@@ -12,8 +12,8 @@ from typing import Final
 
 import attrs
 
+from mscheduler_sync._storage.statement import Document
 from mscheduler_sync.pool import statements
-from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
 
 _POLYNOMIAL: Final = 0xC96C5795D7870F42  # ECMA-182, reflected

@@ -20,13 +20,13 @@ from mscheduler_sync._runtime.keyed_executor import KeyedExecutor
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import ComponentHealth
 from mscheduler_sync._storage import codec
+from mscheduler_sync._storage.statement import Delete, Update
 from mscheduler_sync.errors import RetryLater, StoreError
 from mscheduler_sync.events import EventHub
 from mscheduler_sync.limits import MAX_THREADS
 from mscheduler_sync.pool import events, statements
 from mscheduler_sync.pool.events import CloseReport
 from mscheduler_sync.pool.held import HeldJob, HeldJobs, Holds
-from mscheduler_sync.pool.statements import Removal, Write
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.watcher import Waiters
 from mscheduler_sync.pool.workers import Worker
@@ -204,7 +204,7 @@ class JobRunner:
         if held.state != "running" or not self._may_go_on(held):
             return
         try:
-            found = self._store.read_raw(statements.jobs.inbox_of(held.ownership))
+            found = self._store.find(statements.jobs.inbox_of(held.ownership))
         except StoreError as error:
             # The mark stays in the document; the next scan finds it.
             self.health.note_error(error)
@@ -308,7 +308,7 @@ class JobRunner:
     def _may_go_on(self, held: HeldJob) -> bool:
         return held.state != "gone" and self._holds(held.life)
 
-    def _write(self, held: HeldJob, statement: Write | Removal) -> int | None:
+    def _write(self, held: HeldJob, statement: Update | Delete) -> int | None:
         """
         Run *statement* while the lease lasts; return how many it matched, None if unknown.
         """

@@ -12,11 +12,11 @@ import attrs
 
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler
+from mscheduler_sync._storage.statement import Document
 from mscheduler_sync.errors import JobExists, JobNotFound, MSchedulerError, StoreError
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.recurring import BEATEN_S, Recurring
 from mscheduler_sync.pool.requests import Requests
-from mscheduler_sync.pool.statements import Document
 from mscheduler_sync.pool.store import PoolStore
 
 _log = logger("pool")
@@ -99,7 +99,7 @@ class Schedule(Recurring):
             self.thread.pause(min(1.0, document["interval_ms"] / 1000))
             return
         runner = uuid.uuid4().hex
-        self._store.write(
+        self._store.update(
             statements.recurring.begin_plan(self._id, runner, self._node(), document["runner"])
         )
         taken = self._shared()
@@ -126,18 +126,18 @@ class Schedule(Recurring):
                 msg = f"plan() must return a JobPlan, got {type(plan).__name__}"
                 raise TypeError(msg)  # noqa: TRY301 - logged like what a planner raises
         except ScheduleStop:
-            if self._store.remove(statements.recurring.end_schedule(self._id, runner)):
+            if self._store.delete(statements.recurring.end_schedule(self._id, runner)):
                 self.close()
             # Else it is another's by now, or gone: the next step tells.
             return
         except Exception as error:  # noqa: BLE001 - the next plan may be better
             self._log_failure("a planner has failed", "plan_failed", None, error)
-            self._store.write(statements.recurring.end_plan(self._id, runner, interval_ms))
+            self._store.update(statements.recurring.end_plan(self._id, runner, interval_ms))
             return
         if self._carry_out(runner, plan, set(document["keys"])):
-            self._store.write(statements.recurring.end_plan(self._id, runner, interval_ms))
+            self._store.update(statements.recurring.end_plan(self._id, runner, interval_ms))
         else:
-            self._store.write(statements.recurring.leave_plan(self._id, runner))
+            self._store.update(statements.recurring.leave_plan(self._id, runner))
 
     def _carry_out(self, runner: str, plan: JobPlan, tracked: set[str]) -> bool:
         """
@@ -148,7 +148,7 @@ class Schedule(Recurring):
             # Before the dispatch: a planner that dies between the two forgets no job.
             if (
                 self.thread.stopping
-                or not self._store.write(statements.recurring.track(self._id, runner, key))[0]
+                or not self._store.update(statements.recurring.track(self._id, runner, key))[0]
             ):
                 return False
             self._start_job(runner, key, payload)
@@ -172,7 +172,7 @@ class Schedule(Recurring):
             raise
         except (MSchedulerError, TypeError, ValueError) as error:
             self._log_failure("a planned job could not be started", "start_failed", key, error)
-            self._store.write(statements.recurring.untrack(self._id, runner, key))
+            self._store.update(statements.recurring.untrack(self._id, runner, key))
 
     def _stop_job(self, runner: str, key: str) -> None:
         try:
@@ -184,7 +184,7 @@ class Schedule(Recurring):
         except (MSchedulerError, TypeError, ValueError) as error:
             self._log_failure("a planned job could not be stopped", "stop_failed", key, error)
             return
-        self._store.write(statements.recurring.untrack(self._id, runner, key))
+        self._store.update(statements.recurring.untrack(self._id, runner, key))
 
     def _log_failure(self, message: str, event: str, key: str | None, error: Exception) -> None:
         self.thread.health.note_error(error)

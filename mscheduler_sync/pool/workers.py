@@ -232,7 +232,7 @@ class Membership:
         """
         worker.leave()
         self._publish()
-        self._store.write(statements.members.leave(self._store.pool, worker.id))
+        self._store.update(statements.members.leave(self._store.pool, worker.id))
         self._view.refresh()
 
     def forget(self, worker: Worker) -> None:
@@ -241,7 +241,7 @@ class Membership:
             if worker in self._workers:
                 self._workers.remove(worker)
         self._publish()
-        self._store.remove(statements.members.forget_worker(worker.id))
+        self._store.delete(statements.members.forget_worker(worker.id))
 
     def suspend(self) -> None:
         """
@@ -270,7 +270,7 @@ class Membership:
         staying = {worker.id: worker for worker in self.workers() if not worker.is_leaving}
         for slot in ring.slots:
             if slot.node == node and slot.worker not in staying:
-                self._store.write(statements.members.leave(self._store.pool, slot.worker))
+                self._store.update(statements.members.leave(self._store.pool, slot.worker))
         if not self.active().workers:
             # Suspended, or without workers.
             return
@@ -280,10 +280,10 @@ class Membership:
 
     def _enter(self, worker: Worker) -> None:
         worker_id, node = worker.id, self._lease.node
-        self._store.write(statements.members.register_worker(worker_id, node, self._store.pool))
-        matched, _ = self._store.write(statements.members.join(self._store.pool, worker_id, node))
+        self._store.update(statements.members.register_worker(worker_id, node, self._store.pool))
+        matched, _ = self._store.update(statements.members.join(self._store.pool, worker_id, node))
         if not matched:
-            self._store.remove(statements.members.forget_worker(worker_id))
+            self._store.delete(statements.members.forget_worker(worker_id))
             raise PoolClosed(self._store.pool)
         self._view.refresh()
 

@@ -529,7 +529,7 @@ def test_a_short_time_out_is_kept(
     own: MongoClient[Document]
     with MongoClient(server_uri, appname="silent", retryWrites=False) as own:
         store = PoolStore(own[database.name], "pool_", "p")
-        store.write(statements.members.renew_lease("n", 1000))
+        store.update(statements.members.renew_lease("n", 1000))
         with fail_point(
             client, ["update"], "alwaysOn", appName="silent", blockConnection=True, blockTimeMS=1000
         ):
@@ -537,6 +537,6 @@ def test_a_short_time_out_is_kept(
             for _ in range(3):
                 began_s = time.monotonic()
                 with pytest.raises(StoreUnavailable):
-                    store.write(statements.members.renew_lease("n", 1000), timeout_s=0.1)
+                    store.update(statements.members.renew_lease("n", 1000), timeout_s=0.1)
                 took.append(time.monotonic() - began_s)
     assert min(took) < 0.4

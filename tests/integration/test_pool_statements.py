@@ -12,8 +12,8 @@ import pytest
 from bson.int64 import Int64
 from pymongo.database import Database
 
+from mscheduler_sync._storage.statement import Delete, Update
 from mscheduler_sync.pool import statements
-from mscheduler_sync.pool.statements import Removal, Write
 from mscheduler_sync.pool.statements.jobs import Ownership
 from mscheduler_sync.pool.store import PoolStore
 from tests.support import Document, wait_until
@@ -62,7 +62,7 @@ OWNED: Document = {
     "inbox_seq": 1,
     "unread": True,
 }
-FENCED: dict[str, Callable[[Ownership], Write | Removal]] = {
+FENCED: dict[str, Callable[[Ownership], Update | Delete]] = {
     "started": statements.jobs.started,
     "release": lambda owned: statements.jobs.release(owned, 1),
     "postpone": lambda owned: statements.jobs.postpone(owned, ERROR, 1000),
@@ -73,11 +73,11 @@ FENCED: dict[str, Callable[[Ownership], Write | Removal]] = {
 }
 
 
-def run(store: PoolStore, statement: Write | Removal) -> int:
+def run(store: PoolStore, statement: Update | Delete) -> int:
     """
     Run *statement*; return how many documents it matched.
     """
-    return store.remove(statement) if isinstance(statement, Removal) else store.write(statement)[0]
+    return store.delete(statement) if isinstance(statement, Delete) else store.update(statement)[0]
 
 
 @pytest.mark.parametrize("name", FENCED)
@@ -122,7 +122,7 @@ def test_only_what_waits_is_claimed(
     Then owner, node and the claim's id are set, and the fence is larger than any before it.
     """
     before = put_job(store, database, fence=Int64(5), **fields)
-    store.write(statements.jobs.claim([JOB], "n.1", "n", "g"))
+    store.update(statements.jobs.claim([JOB], "n.1", "n", "g"))
     won = store.read(statements.jobs.claimed([JOB], "g"))
     assert bool(won) is does_it
     if does_it:
@@ -141,7 +141,7 @@ def test_a_fence_ahead_of_the_clock_grows_all_the_same(
     By one.
     """
     put_job(store, database, fence=Int64(2**53))
-    store.write(statements.jobs.claim([JOB], "n.1", "n", "g"))
+    store.update(statements.jobs.claim([JOB], "n.1", "n", "g"))
     assert the_job(database)["fence"] == 2**53 + 1
 
 
@@ -151,12 +151,12 @@ def test_what_travels_with_a_job(store: PoolStore, database: Database[Document],
     Payload, notifications and a stop request stay with it when it loses its owner.
     """
     put_job(store, database, **OWNED)
-    statement: dict[str, Write] = {
+    statement: dict[str, Update] = {
         "release": statements.jobs.release(OWNERSHIP, 3),
         "release_all_of": statements.jobs.release_all_of("p", "n", 3),
         "postpone": statements.jobs.postpone(OWNERSHIP, ERROR, 1000),
     }
-    assert store.write(statement[how])[0] == 1
+    assert store.update(statement[how])[0] == 1
     job = the_job(database)
     assert (job["state"], job["owner"], job["node"], job["requeued"]) == (
         *("pending", None, None, True),
@@ -175,8 +175,8 @@ def test_only_the_jobs_of_the_dead_node_are_given_back(
     Not those of others, and not those of another pool.
     """
     before = put_job(store, database, **OWNED)
-    assert store.write(statements.jobs.release_all_of("p", "m", 1))[0] == 0
-    assert store.write(statements.jobs.release_all_of("q", "n", 1))[0] == 0
+    assert store.update(statements.jobs.release_all_of("p", "m", 1))[0] == 0
+    assert store.update(statements.jobs.release_all_of("q", "n", 1))[0] == 0
     assert the_job(database) == before
 
 
@@ -189,11 +189,11 @@ def test_a_node_is_declared_dead_by_the_servers_clock(
     """
     end = store.clock.now() - ago
     database.pool_nodes.insert_one({"_id": "n", "pool": "p", "state": "alive", "lease_until": end})
-    store.write(statements.members.declare_dead("n"))
+    store.update(statements.members.declare_dead("n"))
     node = database.pool_nodes.find_one({"_id": "n"})
     assert node is not None
     assert node["state"] == state
-    assert store.write(statements.members.renew_lease("n", 1000))[0] == (state == "alive")
+    assert store.update(statements.members.renew_lease("n", 1000))[0] == (state == "alive")
     # A longer lease is not made shorter.
     node = database.pool_nodes.find_one({"_id": "n"})
     assert node is not None
@@ -207,10 +207,10 @@ def test_a_notification_is_stored_once_and_within_limits(
     The same one again changes nothing; a thousand of them, or a mebibyte, is the most.
     """
     put_job(store, database)
-    assert store.write(statements.jobs.push(JOB, "t0", "x", 10)) == (1, 1)
-    assert store.write(statements.jobs.push(JOB, "t0", "x", 10)) == (1, 0)
-    assert store.write(statements.jobs.push(JOB, "t1", "x", 1024 * 1024 - 10)) == (1, 1)
-    assert store.write(statements.jobs.push(JOB, "t2", "x", 1)) == (1, 0)
+    assert store.update(statements.jobs.push(JOB, "t0", "x", 10)) == (1, 1)
+    assert store.update(statements.jobs.push(JOB, "t0", "x", 10)) == (1, 0)
+    assert store.update(statements.jobs.push(JOB, "t1", "x", 1024 * 1024 - 10)) == (1, 1)
+    assert store.update(statements.jobs.push(JOB, "t2", "x", 1)) == (1, 0)
     job = the_job(database)
     assert [one["token"] for one in job["inbox"]] == ["t0", "t1"]
     assert (job["inbox_seq"], job["unread"]) == (2, True)
@@ -218,8 +218,8 @@ def test_a_notification_is_stored_once_and_within_limits(
     assert not store.read(statements.jobs.pushed(JOB, "t2"))
     many = [{"seq": n, "token": f"m{n}", "payload": n, "size": 1} for n in range(1, 1000)]
     database.pool_jobs.update_one({"_id": JOB}, {"$set": {"inbox": many, "inbox_seq": 999}})
-    assert store.write(statements.jobs.push(JOB, "t3", "x", 1)) == (1, 1)
-    assert store.write(statements.jobs.push(JOB, "t4", "x", 1)) == (1, 0)
+    assert store.update(statements.jobs.push(JOB, "t3", "x", 1)) == (1, 1)
+    assert store.update(statements.jobs.push(JOB, "t4", "x", 1)) == (1, 0)
 
 
 def test_a_tick_is_won_once_and_when_it_is_due(
@@ -228,15 +228,15 @@ def test_a_tick_is_won_once_and_when_it_is_due(
     """
     By whoever knows the present number and interval; missed ones count as one.
     """
-    store.write(statements.recurring.make("tickers", "t", "p", "t", 1000))
-    assert store.write(statements.recurring.tick("t", 1000, 0, "early"))[1] == 0
+    store.update(statements.recurring.make("tickers", "t", "p", "t", 1000))
+    assert store.update(statements.recurring.tick("t", 1000, 0, "early"))[1] == 0
     due = store.clock.now() - dt.timedelta(seconds=3.5)
     database.pool_tickers.update_one({"_id": "t"}, {"$set": {"next": due}})
-    assert store.write(statements.recurring.tick("t", 500, 0, "another interval"))[0] == 0
-    assert store.write(statements.recurring.tick("t", 1000, 0, "won"))[1] == 1
+    assert store.update(statements.recurring.tick("t", 500, 0, "another interval"))[0] == 0
+    assert store.update(statements.recurring.tick("t", 1000, 0, "won"))[1] == 1
     database.pool_tickers.update_one({"_id": "t"}, {"$set": {"next": due}})
-    assert store.write(statements.recurring.tick("t", 1000, 0, "late"))[0] == 0
-    store.write(statements.recurring.tick("t", 1000, 1, "next"))
+    assert store.update(statements.recurring.tick("t", 1000, 0, "late"))[0] == 0
+    store.update(statements.recurring.tick("t", 1000, 1, "next"))
     ticker = database.pool_tickers.find_one({"_id": "t"})
     assert ticker is not None
     assert (ticker["number"], ticker["winner"]) == (2, "next")
@@ -249,13 +249,13 @@ def test_a_plan_has_one_runner(store: PoolStore, database: Database[Document]) -
     """
     It is taken from nobody or from the very runner that was seen; the former can do nothing more.
     """
-    store.write(statements.recurring.make("schedules", "s", "p", "s", 60_000))
-    assert store.write(statements.recurring.begin_plan("s", "r1", "n", None))[1] == 1
-    assert store.write(statements.recurring.begin_plan("s", "r2", "m", None))[0] == 0
-    assert store.write(statements.recurring.begin_plan("s", "r2", "m", "other"))[0] == 0
-    assert store.write(statements.recurring.begin_plan("s", "r2", "m", "r1"))[1] == 1
+    store.update(statements.recurring.make("schedules", "s", "p", "s", 60_000))
+    assert store.update(statements.recurring.begin_plan("s", "r1", "n", None))[1] == 1
+    assert store.update(statements.recurring.begin_plan("s", "r2", "m", None))[0] == 0
+    assert store.update(statements.recurring.begin_plan("s", "r2", "m", "other"))[0] == 0
+    assert store.update(statements.recurring.begin_plan("s", "r2", "m", "r1"))[1] == 1
     before = database.pool_schedules.find_one()
-    former: list[Write | Removal] = [
+    former: list[Update | Delete] = [
         statements.recurring.track("s", "r1", "a"),
         statements.recurring.untrack("s", "r1", "a"),
         statements.recurring.end_plan("s", "r1", 60_000),
@@ -264,21 +264,21 @@ def test_a_plan_has_one_runner(store: PoolStore, database: Database[Document]) -
     ]
     assert [run(store, one) for one in former] == [0] * 5
     assert database.pool_schedules.find_one() == before
-    assert store.write(statements.recurring.end_plan("s", "r2", 60_000))[0] == 1
+    assert store.update(statements.recurring.end_plan("s", "r2", 60_000))[0] == 1
     # The next one is not due yet.
-    assert store.write(statements.recurring.begin_plan("s", "r3", "n", None))[1] == 0
+    assert store.update(statements.recurring.begin_plan("s", "r3", "n", None))[1] == 0
 
 
 def test_a_closing_pool_takes_no_workers(store: PoolStore, database: Database[Document]) -> None:
     """
     One that leaves still gets out of the ring; one that is in it already is not added again.
     """
-    store.write(statements.members.ensure_pool("p", "slots"))
+    store.update(statements.members.ensure_pool("p", "slots"))
     for worker in ("n.1", "n.2", "n.1"):
-        store.write(statements.members.join("p", worker, "n"))
-    store.write(statements.members.begin_shutdown("p", "n"))
-    assert store.write(statements.members.join("p", "n.3", "n"))[0] == 0
-    store.write(statements.members.leave("p", "n.1"))
+        store.update(statements.members.join("p", worker, "n"))
+    store.update(statements.members.begin_shutdown("p", "n"))
+    assert store.update(statements.members.join("p", "n.3", "n"))[0] == 0
+    store.update(statements.members.leave("p", "n.1"))
     pool = database.pool_pools.find_one()
     assert pool is not None
     assert [place["worker"] for place in pool["ring"]] == ["n.2"]
@@ -297,11 +297,11 @@ def test_what_a_change_stream_tells(
     database.create_collection("pool_jobs")
     with database.pool_jobs.watch(pipeline, max_await_time_ms=100) as stream:
         put_job(store, database)
-        store.write(statements.jobs.claim([JOB], "n.1", "n", "g"))
+        store.update(statements.jobs.claim([JOB], "n.1", "n", "g"))
         owned = Ownership(JOB, "n.1", int(the_job(database)["fence"]))
-        store.write(statements.jobs.started(owned))
-        store.write(statements.jobs.ask_stop(JOB, "d", "s", "n"))
-        store.remove(statements.jobs.remove_owned(owned))
+        store.update(statements.jobs.started(owned))
+        store.update(statements.jobs.ask_stop(JOB, "d", "s", "n"))
+        store.delete(statements.jobs.remove_owned(owned))
 
         def is_over() -> bool:
             event = stream.try_next()

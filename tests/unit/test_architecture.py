@@ -39,7 +39,7 @@ DRIVER_USERS: Final = {
     "consumer": {"Collection"},
     "pool.engine": {"Database"},
     "pool.node": {"Database"},
-    "pool.store": {"*"},
+    "pool.store": {"Collection", "Database"},
 }
 THIRD_PARTY: Final = {"attr", "attrs", "bson", "cachetools", "pymongo"}
 

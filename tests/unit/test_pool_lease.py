@@ -12,10 +12,10 @@ import pytest
 from pymongo import MongoClient
 
 from mscheduler_sync import StoreUnavailable
+from mscheduler_sync._storage.statement import Update
 from mscheduler_sync.pool import Node
 from mscheduler_sync.pool.lease import Lease
 from mscheduler_sync.pool.settings import NodeSettings
-from mscheduler_sync.pool.statements import Write
 from mscheduler_sync.pool.store import PoolStore
 
 
@@ -27,9 +27,9 @@ class ScriptedStore:
     def __init__(self, *replies: int | Exception, takes_s: float = 0.0) -> None:
         self._replies = list(replies)
         self._takes_s = takes_s
-        self.asked: list[tuple[Write, float]] = []
+        self.asked: list[tuple[Update, float]] = []
 
-    def write(self, statement: Write, *, timeout_s: float = 10.0) -> tuple[int, int]:
+    def update(self, statement: Update, *, timeout_s: float = 10.0) -> tuple[int, int]:
         self.asked.append((statement, timeout_s))
         threading.Event().wait(self._takes_s)
         reply = self._replies.pop(0)

@@ -10,6 +10,7 @@ from mscheduler_sync.pool.statements import jobs, members, recurring
 from mscheduler_sync.pool.statements.base import (
     ALIVE,
     CLOSING,
+    COLLECTIONS,
     DEAD,
     FAILED,
     INBOX_BYTES,
@@ -22,11 +23,6 @@ from mscheduler_sync.pool.statements.base import (
     RUNNING,
     SEPARATOR,
     STARTING,
-    Document,
-    Read,
-    Removal,
-    Where,
-    Write,
     full_id,
     name_in,
 )
@@ -34,6 +30,7 @@ from mscheduler_sync.pool.statements.base import (
 __all__ = [
     "ALIVE",
     "CLOSING",
+    "COLLECTIONS",
     "DEAD",
     "FAILED",
     "INBOX_BYTES",
@@ -46,10 +43,7 @@ __all__ = [
     "RUNNING",
     "SEPARATOR",
     "STARTING",
-    "Document",
     "Read",
-    "Removal",
-    "Where",
     "Write",
     "full_id",
     "jobs",

@@ -1,18 +1,14 @@
 """
-What all statements of the pool share: their kinds, names of states, indexes.
+What all statements of the pool share: collections, indexes, names of states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
-
-import attrs
+from typing import Any, Final
 
 from mscheduler_sync._storage import expressions as x
-
-Document = dict[str, Any]
-Where = Literal["pools", "nodes", "workers", "jobs", "results", "tickers", "schedules"]
+from mscheduler_sync._storage.statement import Index
 
 PENDING: Final = "pending"
 STARTING: Final = "starting"
@@ -32,51 +28,15 @@ RESULT_KEPT_MS: Final = 3_600_000
 INBOX_LIMIT, INBOX_BYTES = 1000, 1024 * 1024
 MOST_IDS: Final = 100
 
-INDEXES: Final[list[tuple[Where, list[tuple[str, int]], Document]]] = [
-    ("nodes", [("pool", 1), ("state", 1)], {"name": "pool_state"}),
-    ("workers", [("pool", 1)], {"name": "pool"}),
-    ("workers", [("node", 1)], {"name": "node"}),
-    ("jobs", [("pool", 1), ("state", 1), ("not_before", 1)], {"name": "pool_state_not_before"}),
-    ("jobs", [("pool", 1), ("node", 1), ("unread", 1)], {"name": "pool_node_unread"}),
-    ("results", [("expire_at", 1)], {"name": "expire_at", "expireAfterSeconds": 0}),
-]
-
-
-@attrs.frozen
-class Write:
-    """
-    One conditional write; *many* documents or one.
-    """
-
-    where: Where
-    filter: Document
-    pipeline: list[x.Stage] | Document
-    many: bool = False
-    upsert: bool = False
-
-
-@attrs.frozen
-class Read:
-    """
-    One bounded read.
-    """
-
-    where: Where
-    filter: Document
-    projection: Document | None = None
-    sort: tuple[str, int] | None = None
-    limit: int = 0
-
-
-@attrs.frozen
-class Removal:
-    """
-    One conditional removal.
-    """
-
-    where: Where
-    filter: Document
-    many: bool = False
+COLLECTIONS: Final = ("pools", "nodes", "workers", "jobs", "results", "tickers", "schedules")
+INDEXES: Final = (
+    Index("nodes", "pool_state", [("pool", 1), ("state", 1)]),
+    Index("workers", "pool", [("pool", 1)]),
+    Index("workers", "node", [("node", 1)]),
+    Index("jobs", "pool_state_not_before", [("pool", 1), ("state", 1), ("not_before", 1)]),
+    Index("jobs", "pool_node_unread", [("pool", 1), ("node", 1), ("unread", 1)]),
+    Index("results", "expire_at", [("expire_at", 1)], {"expireAfterSeconds": 0}),
+)
 
 
 def full_id(pool: str, name: str) -> str:

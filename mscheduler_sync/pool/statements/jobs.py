@@ -12,6 +12,7 @@ import attrs
 from bson.int64 import Int64
 
 from mscheduler_sync._storage import expressions as x
+from mscheduler_sync._storage.statement import Delete, Document, Find, Insert, Update
 from mscheduler_sync._storage.statements import one_or_in
 from mscheduler_sync.pool.statements.base import (
     AFTER_SEPARATOR,
@@ -23,10 +24,6 @@ from mscheduler_sync.pool.statements.base import (
     RUNNING,
     SEPARATOR,
     STARTING,
-    Document,
-    Read,
-    Removal,
-    Write,
     changed,
     full_id,
     only_if,
@@ -75,8 +72,12 @@ def new_job(
     }
 
 
-def job(job_id: str, projection: Document | None = None) -> Read:
-    return Read("jobs", {"_id": job_id}, projection, limit=1)
+def insert(document: Document) -> Insert:
+    return Insert("jobs", document, mark="dispatch_id")
+
+
+def job(job_id: str, projection: Document | None = None) -> Find:
+    return Find("jobs", {"_id": job_id}, projection, limit=1)
 
 
 #: What those who wait need to know of a job.
@@ -91,11 +92,11 @@ STATE_OF_JOB: Final[Document] = {
 }
 
 
-def claim(ids: Sequence[str], worker: str, node: str, claim_id: str) -> Write:
+def claim(ids: Sequence[str], worker: str, node: str, claim_id: str) -> Update:
     """
     Take pending jobs that are due. The fence grows, also over removal and a new dispatch.
     """
-    return Write(
+    return Update(
         "jobs",
         {"_id": one_or_in(ids), "state": PENDING, "owner": None, "stop": None},
         only_if(
@@ -113,12 +114,12 @@ def claim(ids: Sequence[str], worker: str, node: str, claim_id: str) -> Write:
     )
 
 
-def claimed(ids: Sequence[str], claim_id: str) -> Read:
-    return Read("jobs", {"_id": one_or_in(ids), "claim_id": claim_id}, {"inbox": 0}, limit=len(ids))
+def claimed(ids: Sequence[str], claim_id: str) -> Find:
+    return Find("jobs", {"_id": one_or_in(ids), "claim_id": claim_id}, {"inbox": 0}, limit=len(ids))
 
 
-def states(ids: Sequence[str]) -> Read:
-    return Read("jobs", {"_id": one_or_in(ids)}, STATE_OF_JOB, limit=len(ids))
+def states(ids: Sequence[str]) -> Find:
+    return Find("jobs", {"_id": one_or_in(ids)}, STATE_OF_JOB, limit=len(ids))
 
 
 @attrs.frozen
@@ -136,11 +137,11 @@ class Ownership:
         return {"_id": self.job_id, "owner": self.owner, "fence": self.fence}
 
 
-def started(owned: Ownership) -> Write:
+def started(owned: Ownership) -> Update:
     """
     The handler's start has returned; whoever dispatched the job is answered by this.
     """
-    return Write(
+    return Update(
         "jobs",
         {**owned.filter, "state": {"$in": [STARTING, RUNNING]}},
         changed(
@@ -165,18 +166,18 @@ def _freed(not_before: x.Expr, **more: x.Expr) -> list[x.Stage]:
     )
 
 
-def release(owned: Ownership, epoch: int) -> Write:
+def release(owned: Ownership, epoch: int) -> Update:
     """
     Give a job back for others; its handler has stopped. *epoch*: the ring that says to whom.
     """
-    return Write("jobs", owned.filter, _freed(x.NOW, epoch={"$max": ["$epoch", Int64(epoch)]}))
+    return Update("jobs", owned.filter, _freed(x.NOW, epoch={"$max": ["$epoch", Int64(epoch)]}))
 
 
-def release_all_of(pool: str, node: str, epoch: int) -> Write:
+def release_all_of(pool: str, node: str, epoch: int) -> Update:
     """
     Give the jobs of a dead node back.
     """
-    return Write(
+    return Update(
         "jobs",
         {"pool": pool, "node": node},
         _freed(x.NOW, epoch={"$max": ["$epoch", Int64(epoch)]}),
@@ -184,11 +185,11 @@ def release_all_of(pool: str, node: str, epoch: int) -> Write:
     )
 
 
-def postpone(owned: Ownership, error: Mapping[str, str] | None, delay_ms: int) -> Write:
+def postpone(owned: Ownership, error: Mapping[str, str] | None, delay_ms: int) -> Update:
     """
     A start has failed, or asked for another try: the job waits, then anybody may claim it.
     """
-    return Write(
+    return Update(
         "jobs",
         owned.filter,
         _freed(
@@ -199,18 +200,18 @@ def postpone(owned: Ownership, error: Mapping[str, str] | None, delay_ms: int) -
     )
 
 
-def fail(owned: Ownership, error: Mapping[str, str]) -> Write:
+def fail(owned: Ownership, error: Mapping[str, str]) -> Update:
     """
     The first start of a dispatched job has failed: the verdict, until it is filed.
     """
-    return Write("jobs", {**owned.filter, "state": STARTING}, _failed(error))
+    return Update("jobs", {**owned.filter, "state": STARTING}, _failed(error))
 
 
-def cancel(job_id: str, dispatch_id: str, error: Mapping[str, str]) -> Write:
+def cancel(job_id: str, dispatch_id: str, error: Mapping[str, str]) -> Update:
     """
     End a dispatched job that nobody has claimed yet, with a verdict for its dispatcher.
     """
-    return Write(
+    return Update(
         "jobs",
         {"_id": job_id, "state": PENDING, "dispatch_id": dispatch_id, "answered": None},
         _failed(error),
@@ -228,20 +229,20 @@ def _failed(error: Mapping[str, str]) -> list[x.Stage]:
     )
 
 
-def remove_failed(job_id: str, dispatch_id: str) -> Removal:
-    return Removal("jobs", {"_id": job_id, "state": FAILED, "dispatch_id": dispatch_id})
+def remove_failed(job_id: str, dispatch_id: str) -> Delete:
+    return Delete("jobs", {"_id": job_id, "state": FAILED, "dispatch_id": dispatch_id})
 
 
-def remove_pending(job_id: str, dispatch_id: str) -> Removal:
-    return Removal("jobs", {"_id": job_id, "state": PENDING, "dispatch_id": dispatch_id})
+def remove_pending(job_id: str, dispatch_id: str) -> Delete:
+    return Delete("jobs", {"_id": job_id, "state": PENDING, "dispatch_id": dispatch_id})
 
 
-def remove_owned(owned: Ownership) -> Removal:
-    return Removal("jobs", owned.filter)
+def remove_owned(owned: Ownership) -> Delete:
+    return Delete("jobs", owned.filter)
 
 
-def put_result(request_id: str, pool: str, key: str, error: Mapping[str, str]) -> Write:
-    return Write(
+def put_result(request_id: str, pool: str, key: str, error: Mapping[str, str]) -> Update:
+    return Update(
         "results",
         {"_id": request_id},
         changed(
@@ -254,31 +255,31 @@ def put_result(request_id: str, pool: str, key: str, error: Mapping[str, str]) -
     )
 
 
-def result(request_id: str) -> Read:
-    return Read("results", {"_id": request_id}, limit=1)
+def result(request_id: str) -> Find:
+    return Find("results", {"_id": request_id}, limit=1)
 
 
-def ask_stop(job_id: str, dispatch_id: str, stop_id: str, by: str) -> Write:
+def ask_stop(job_id: str, dispatch_id: str, stop_id: str, by: str) -> Update:
     """
     Leave a stop request with a job that has an owner; one that stands there already is kept.
     """
     request = {"id": x.literal(stop_id), "by": x.literal(by), "at": x.NOW}
-    return Write(
+    return Update(
         "jobs",
         {"_id": job_id, "dispatch_id": dispatch_id, "state": {"$in": [STARTING, RUNNING]}},
         changed(stop={"$ifNull": ["$stop", request]}, unread=True),
     )
 
 
-def stop_failed(owned: Ownership, stop_id: str) -> Write:
-    return Write(
+def stop_failed(owned: Ownership, stop_id: str) -> Update:
+    return Update(
         "jobs",
         {**owned.filter, "stop.id": stop_id},
         changed(stop="$$REMOVE", unread={"$gt": [{"$size": "$inbox"}, 0]}),
     )
 
 
-def push(job_id: str, token: str, payload: object, size: int) -> Write:
+def push(job_id: str, token: str, payload: object, size: int) -> Update:
     """
     Append a notification, unless it stands there already or the inbox is full.
     """
@@ -289,7 +290,7 @@ def push(job_id: str, token: str, payload: object, size: int) -> Write:
         "size": size,
     }
     sizes = {"$sum": {"$map": {"input": "$inbox", "as": "e", "in": "$$e.size"}}}
-    return Write(
+    return Update(
         "jobs",
         {"_id": job_id, "state": {"$in": [PENDING, STARTING, RUNNING]}},
         only_if(
@@ -310,48 +311,48 @@ def push(job_id: str, token: str, payload: object, size: int) -> Write:
     )
 
 
-def pushed(job_id: str, token: str) -> Read:
+def pushed(job_id: str, token: str) -> Find:
     """
     The job, if the notification *token* waits with it or was the last one to come.
     """
     is_there = [{"inbox_token": token}, {"inbox.token": token}]
-    return Read("jobs", {"_id": job_id, "$or": is_there}, {"_id": 1}, limit=1)
+    return Find("jobs", {"_id": job_id, "$or": is_there}, {"_id": 1}, limit=1)
 
 
-def inbox_of(owned: Ownership) -> Read:
-    return Read("jobs", owned.filter, {"stop": 1, "inbox": 1}, limit=1)
+def inbox_of(owned: Ownership) -> Find:
+    return Find("jobs", owned.filter, {"stop": 1, "inbox": 1}, limit=1)
 
 
-def took(owned: Ownership, upto: int) -> Write:
+def took(owned: Ownership, upto: int) -> Update:
     """
     Remove the notifications up to the number *upto* from the inbox: they were delivered.
     """
     left = {"$filter": {"input": "$inbox", "as": "e", "cond": {"$gt": ["$$e.seq", upto]}}}
     wanted = {"$or": [{"$gt": ["$stop", None]}, {"$gt": [{"$size": "$inbox"}, 0]}]}
-    return Write("jobs", owned.filter, [{"$set": {"inbox": left}}, {"$set": {"unread": wanted}}])
+    return Update("jobs", owned.filter, [{"$set": {"inbox": left}}, {"$set": {"unread": wanted}}])
 
 
-def in_state(pool: str, state: str, limit: int) -> Read:
+def in_state(pool: str, state: str, limit: int) -> Find:
     """
     The longest due of the jobs in *state*. Index: pool_state_not_before.
     """
     projection = {**STATE_OF_JOB, "epoch": 1, "node": 1, "fence": 1}
-    return Read("jobs", {"pool": pool, "state": state}, projection, ("not_before", 1), limit)
+    return Find("jobs", {"pool": pool, "state": state}, projection, [("not_before", 1)], limit)
 
 
-def unread(pool: str, node: str) -> Read:
+def unread(pool: str, node: str) -> Find:
     """
     The jobs of *node* with a stop request or notifications. Index: pool_node_unread.
     """
-    return Read("jobs", {"pool": pool, "node": node, "unread": True}, {"_id": 1}, limit=1000)
+    return Find("jobs", {"pool": pool, "node": node, "unread": True}, {"_id": 1}, limit=1000)
 
 
-def jobs_of(pool: str) -> Read:
-    return Read("jobs", {"pool": pool}, {"key": 1, "state": 1, "answered": 1})
+def jobs_of(pool: str) -> Find:
+    return Find("jobs", {"pool": pool}, {"key": 1, "state": 1, "answered": 1})
 
 
-def count_pending(pool: str) -> Document:
-    return {"pool": pool, "state": PENDING}
+def count_pending(pool: str) -> Find:
+    return Find("jobs", {"pool": pool, "state": PENDING})
 
 
 #: Of no interest to those who wait for what becomes of a job.

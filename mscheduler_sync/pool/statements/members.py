@@ -10,38 +10,35 @@ from typing import Any, Final
 from bson.int64 import Int64
 
 from mscheduler_sync._storage import expressions as x
+from mscheduler_sync._storage.statement import Delete, Document, Find, Update
 from mscheduler_sync.pool.statements.base import (
     ALIVE,
     CLOSING,
     DEAD,
     OPEN,
-    Document,
-    Read,
-    Removal,
-    Write,
     changed,
     only_if,
 )
 
 
-def ensure_pool(pool: str, order: str) -> Write:
+def ensure_pool(pool: str, order: str) -> Update:
     born = {"state": OPEN, "epoch": Int64(0), "ring": [], "order": order}
-    return Write("pools", {"_id": pool}, {"$setOnInsert": born}, upsert=True)
+    return Update("pools", {"_id": pool}, {"$setOnInsert": born}, upsert=True)
 
 
-def pool_document(pool: str) -> Read:
-    return Read("pools", {"_id": pool}, limit=1)
+def pool_document(pool: str) -> Find:
+    return Find("pools", {"_id": pool}, limit=1)
 
 
 _RING_WORKERS: Final = {"$map": {"input": "$ring", "as": "e", "in": "$$e.worker"}}
 
 
-def join(pool: str, worker: str, node: str) -> Write:
+def join(pool: str, worker: str, node: str) -> Update:
     """
     Give *worker* the lowest free slot; the ring has no gaps, so that is its end.
     """
     place = {"worker": x.literal(worker), "node": x.literal(node)}
-    return Write(
+    return Update(
         "pools",
         {"_id": pool, "state": OPEN},
         only_if(
@@ -51,7 +48,7 @@ def join(pool: str, worker: str, node: str) -> Write:
     )
 
 
-def leave(pool: str, worker: str) -> Write:
+def leave(pool: str, worker: str) -> Update:
     """
     Take *worker* out of the ring: the last one moves into its slot, so that few keys move.
 
@@ -76,7 +73,7 @@ def leave(pool: str, worker: str) -> Write:
             "in": {"$map": {"input": {"$range": [0, "$$last"]}, "as": "k", "in": place}},
         }
     }
-    return Write(
+    return Update(
         "pools",
         {"_id": pool},
         only_if(
@@ -89,8 +86,8 @@ def leave(pool: str, worker: str) -> Write:
     )
 
 
-def begin_shutdown(pool: str, node: str) -> Write:
-    return Write(
+def begin_shutdown(pool: str, node: str) -> Update:
+    return Update(
         "pools",
         {"_id": pool, "state": OPEN},
         changed(
@@ -102,24 +99,24 @@ def begin_shutdown(pool: str, node: str) -> Write:
     )
 
 
-def forget_pool(pool: str) -> list[Removal]:
+def forget_pool(pool: str) -> list[Delete]:
     """
     What a shutdown removes at its end, in this order.
     """
     of_pool = {"pool": pool}
     return [
-        Removal("jobs", of_pool, many=True),
-        Removal("workers", of_pool, many=True),
-        Removal("tickers", of_pool, many=True),
-        Removal("schedules", of_pool, many=True),
-        Removal("nodes", {"pool": pool, "state": DEAD}, many=True),
-        Removal("pools", {"_id": pool, "state": CLOSING}),
+        Delete("jobs", of_pool, many=True),
+        Delete("workers", of_pool, many=True),
+        Delete("tickers", of_pool, many=True),
+        Delete("schedules", of_pool, many=True),
+        Delete("nodes", {"pool": pool, "state": DEAD}, many=True),
+        Delete("pools", {"_id": pool, "state": CLOSING}),
     ]
 
 
-def register_node(node: str, pool: str, ttl_ms: int, facts: Mapping[str, Any]) -> Write:
+def register_node(node: str, pool: str, ttl_ms: int, facts: Mapping[str, Any]) -> Update:
     fields = {name: x.literal(value) for name, value in facts.items()}
-    return Write(
+    return Update(
         "nodes",
         {"_id": node},
         changed(
@@ -133,19 +130,21 @@ def register_node(node: str, pool: str, ttl_ms: int, facts: Mapping[str, Any]) -
     )
 
 
-def renew_lease(node: str, ttl_ms: int) -> Write:
+def renew_lease(node: str, ttl_ms: int) -> Update:
     """
     Extend the lease of a living node; it never moves back. Matching nothing means dead.
     """
     end = {"$max": ["$lease_until", x.server_now_plus(ttl_ms)]}
-    return Write("nodes", {"_id": node, "state": ALIVE}, changed(lease_until=end, renewed_at=x.NOW))
+    return Update(
+        "nodes", {"_id": node, "state": ALIVE}, changed(lease_until=end, renewed_at=x.NOW)
+    )
 
 
-def declare_dead(node: str) -> Write:
+def declare_dead(node: str) -> Update:
     """
     Declare a node dead whose lease has ended by the server's clock. For good.
     """
-    return Write(
+    return Update(
         "nodes",
         {"_id": node, "state": ALIVE},
         [
@@ -159,27 +158,27 @@ def declare_dead(node: str) -> Write:
     )
 
 
-def retire(node: str) -> Write:
+def retire(node: str) -> Update:
     """
     A node declares itself dead: its handlers have stopped, others need not wait for its lease.
     """
-    return Write("nodes", {"_id": node, "state": ALIVE}, changed(state=DEAD, died_at=x.NOW))
+    return Update("nodes", {"_id": node, "state": ALIVE}, changed(state=DEAD, died_at=x.NOW))
 
 
-def nodes_of(pool: str, state: str) -> Read:
-    return Read("nodes", {"pool": pool, "state": state}, {"lease_until": 1, "died_at": 1})
+def nodes_of(pool: str, state: str) -> Find:
+    return Find("nodes", {"pool": pool, "state": state}, {"lease_until": 1, "died_at": 1})
 
 
-def node_state(node: str) -> Read:
-    return Read("nodes", {"_id": node}, {"state": 1}, limit=1)
+def node_state(node: str) -> Find:
+    return Find("nodes", {"_id": node}, {"state": 1}, limit=1)
 
 
-def forget_node(node: str) -> Removal:
-    return Removal("nodes", {"_id": node, "state": DEAD})
+def forget_node(node: str) -> Delete:
+    return Delete("nodes", {"_id": node, "state": DEAD})
 
 
-def register_worker(worker: str, node: str, pool: str) -> Write:
-    return Write(
+def register_worker(worker: str, node: str, pool: str) -> Update:
+    return Update(
         "workers",
         {"_id": worker},
         changed(pool=x.literal(pool), node=x.literal(node), created_at=x.NOW),
@@ -187,13 +186,13 @@ def register_worker(worker: str, node: str, pool: str) -> Write:
     )
 
 
-def workers_of_pool(pool: str) -> Read:
-    return Read("workers", {"pool": pool})
+def workers_of_pool(pool: str) -> Find:
+    return Find("workers", {"pool": pool})
 
 
-def workers_of_node(node: str) -> Read:
-    return Read("workers", {"node": node}, {"_id": 1})
+def workers_of_node(node: str) -> Find:
+    return Find("workers", {"node": node}, {"_id": 1})
 
 
-def forget_worker(worker: str) -> Removal:
-    return Removal("workers", {"_id": worker})
+def forget_worker(worker: str) -> Delete:
+    return Delete("workers", {"_id": worker})

@@ -9,11 +9,8 @@ from typing import Literal
 from bson.int64 import Int64
 
 from mscheduler_sync._storage import expressions as x
+from mscheduler_sync._storage.statement import Delete, Document, Find, Update
 from mscheduler_sync.pool.statements.base import (
-    Document,
-    Read,
-    Removal,
-    Write,
     changed,
     only_if,
 )
@@ -21,7 +18,7 @@ from mscheduler_sync.pool.statements.base import (
 Recurrent = Literal["tickers", "schedules"]
 
 
-def make(where: Recurrent, document_id: str, pool: str, name: str, interval_ms: int) -> Write:
+def make(where: Recurrent, document_id: str, pool: str, name: str, interval_ms: int) -> Update:
     """
     Make a ticker or a schedule, or give it another interval.
 
@@ -42,15 +39,15 @@ def make(where: Recurrent, document_id: str, pool: str, name: str, interval_ms: 
         fields["runner_node"] = {"$ifNull": ["$runner_node", None]}
         fields["keys"] = {"$ifNull": ["$keys", []]}
     interval = changed(interval_ms=Int64(interval_ms))
-    return Write(where, {"_id": document_id}, [*changed(**fields), *interval], upsert=True)
+    return Update(where, {"_id": document_id}, [*changed(**fields), *interval], upsert=True)
 
 
-def read(where: Recurrent, document_id: str) -> Read:
-    return Read(where, {"_id": document_id}, limit=1)
+def read(where: Recurrent, document_id: str) -> Find:
+    return Find(where, {"_id": document_id}, limit=1)
 
 
-def remove(where: Recurrent, document_id: str) -> Removal:
-    return Removal(where, {"_id": document_id})
+def remove(where: Recurrent, document_id: str) -> Delete:
+    return Delete(where, {"_id": document_id})
 
 
 def _following(interval_ms: int) -> x.Expr:
@@ -63,11 +60,11 @@ def _following(interval_ms: int) -> x.Expr:
     return x.date_plus("$next", steps)
 
 
-def tick(ticker_id: str, interval_ms: int, number: int, token: str) -> Write:
+def tick(ticker_id: str, interval_ms: int, number: int, token: str) -> Update:
     """
     Win the tick after *number* if it is due; missed ones count as one.
     """
-    return Write(
+    return Update(
         "tickers",
         {"_id": ticker_id, "interval_ms": interval_ms, "number": number},
         only_if(
@@ -81,11 +78,11 @@ def tick(ticker_id: str, interval_ms: int, number: int, token: str) -> Write:
     )
 
 
-def begin_plan(schedule_id: str, runner: str, node: str, instead_of: str | None) -> Write:
+def begin_plan(schedule_id: str, runner: str, node: str, instead_of: str | None) -> Update:
     """
     Take the plan that is due, from nobody or from the dead runner *instead_of*.
     """
-    return Write(
+    return Update(
         "schedules",
         {"_id": schedule_id, "runner": instead_of},
         only_if(
@@ -95,18 +92,18 @@ def begin_plan(schedule_id: str, runner: str, node: str, instead_of: str | None)
     )
 
 
-def track(schedule_id: str, runner: str, key: str) -> Write:
+def track(schedule_id: str, runner: str, key: str) -> Update:
     keys = {"$setUnion": ["$keys", [x.literal(key)]]}
-    return Write("schedules", {"_id": schedule_id, "runner": runner}, changed(keys=keys))
+    return Update("schedules", {"_id": schedule_id, "runner": runner}, changed(keys=keys))
 
 
-def untrack(schedule_id: str, runner: str, key: str) -> Write:
+def untrack(schedule_id: str, runner: str, key: str) -> Update:
     keys = {"$setDifference": ["$keys", [x.literal(key)]]}
-    return Write("schedules", {"_id": schedule_id, "runner": runner}, changed(keys=keys))
+    return Update("schedules", {"_id": schedule_id, "runner": runner}, changed(keys=keys))
 
 
-def end_plan(schedule_id: str, runner: str, interval_ms: int) -> Write:
-    return Write(
+def end_plan(schedule_id: str, runner: str, interval_ms: int) -> Update:
+    return Update(
         "schedules",
         {"_id": schedule_id, "runner": runner},
         changed(
@@ -118,16 +115,16 @@ def end_plan(schedule_id: str, runner: str, interval_ms: int) -> Write:
     )
 
 
-def leave_plan(schedule_id: str, runner: str) -> Write:
+def leave_plan(schedule_id: str, runner: str) -> Update:
     """
     Give back a plan that was not carried out in full: somebody repeats it.
     """
-    return Write(
+    return Update(
         "schedules",
         {"_id": schedule_id, "runner": runner},
         changed(runner=None, runner_node=None),
     )
 
 
-def end_schedule(schedule_id: str, runner: str) -> Removal:
-    return Removal("schedules", {"_id": schedule_id, "runner": runner})
+def end_schedule(schedule_id: str, runner: str) -> Delete:
+    return Delete("schedules", {"_id": schedule_id, "runner": runner})
