@@ -24,6 +24,8 @@ class ScriptedStore:
     Gives one reply after another; an exception is raised. Remembers what was asked.
     """
 
+    pool = "p"
+
     def __init__(self, *replies: int | Exception, takes_s: float = 0.0) -> None:
         self._replies = list(replies)
         self._takes_s = takes_s
