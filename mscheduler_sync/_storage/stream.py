@@ -7,6 +7,7 @@ begins from now, and its owner then looks for what was missed.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -29,6 +30,8 @@ from mscheduler_sync._storage.server_codes import NO_STREAMS_CODES
 AWAIT_MS: Final = 1000
 #: A reply that stays away this long, in seconds, counts as a dead connection.
 _SILENCE_S: Final = 10.0
+#: How long the server may take to end a getMore that a stop cuts short, in seconds.
+_CUT_SHORT_S: Final = 0.5
 #: Without change streams: look again after this long, in seconds.
 REPROBE_S: Final = 300.0
 
@@ -54,6 +57,8 @@ class StreamReader(Service):
         self._pipeline = pipeline
         self._owner_id = owner_id
         self._told_about_polling = False
+        #: Set by the thread; `join` closes it.
+        self._stream: ChangeStream[Any] | None = None
         #: Read by `health`.
         self.is_open = False
         self.last_event_at_s: float | None = None
@@ -77,6 +82,21 @@ class StreamReader(Service):
         Hook: the stream has ended by itself: the collection was dropped or renamed.
         """
 
+    def join(self, timeout_s: float) -> bool:
+        """
+        Wait for the end as a service does, but not for the events that the server may wait for.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        stream = self._stream
+        if stream is not None and self.stopping and timeout_s > 0:
+            # The thread closes it in any case; from here it ends the getMore under way.
+            with (
+                contextlib.suppress(PyMongoError),
+                pymongo.timeout(min(timeout_s, _CUT_SHORT_S)),
+            ):
+                stream.close()
+        return super().join(deadline_s - time.monotonic())
+
     def step(self) -> None:
         """
         Open the stream and read it until it ends, fails, or the stop is asked for.
@@ -91,6 +111,7 @@ class StreamReader(Service):
             raise translated(error) from error
         try:
             with stream:
+                self._stream = stream
                 self.is_open = True
                 self.last_opened_at_s = time.monotonic()
                 self.on_open()
@@ -99,6 +120,7 @@ class StreamReader(Service):
             if not self.stopping:
                 raise translated(error) from error
         finally:
+            self._stream = None
             self._close()
 
     def _open(self) -> ChangeStream[Any]:

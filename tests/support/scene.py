@@ -330,12 +330,7 @@ class Scene:
             yield
         finally:
             self.open_all()
-            # A stream that waits for events returns at any write to the embedded server: no test
-            # then waits up to a second for it.
-            poke = threading.Timer(0.1, self.tasks.database.poke.insert_one, [{}])
-            poke.start()
             consumer.stop()
-            poke.join()
 
     def function(self, params: Any, context: TaskContext) -> Any:
         # A snoozed attempt is not counted, and a failed one may have been another process's.

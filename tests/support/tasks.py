@@ -17,7 +17,7 @@ Tasks = Collection[Document]
 
 def polling(collection: Tasks, function: Any, **options: Any) -> Consumer:
     """
-    Make a consumer that polls, which ends sooner than a change stream.
+    Make a consumer that polls, often.
     """
     return Consumer(collection, function, **{"watch": False, "poll_interval": 0.02, **options})
 
