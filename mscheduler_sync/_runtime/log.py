@@ -1,5 +1,5 @@
 """
-Loggers and the rate limit of repeated throttle.
+Loggers and the rate limit of repeated messages.
 
 Loggers are named by component, which is part of the public surface:
 ``mscheduler_sync.{watch,fetch,claim,execute,heartbeat,outcome,consumer,store}``.

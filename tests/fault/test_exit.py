@@ -56,10 +56,10 @@ def assert_quiet(child: Child, way: str) -> None:
     Nothing but the program's own exception was printed.
     """
     if way == "raise":
-        assert child.throttle.count("Traceback") == 1
-        assert child.throttle.endswith("KeyError: 'mine'\n")
+        assert child.errors.count("Traceback") == 1
+        assert child.errors.endswith("KeyError: 'mine'\n")
     else:
-        assert child.throttle == ""
+        assert child.errors == ""
 
 
 def counter(tasks: Tasks, name: str) -> int:
@@ -146,7 +146,7 @@ def test_a_function_that_does_not_end_is_left_behind_at_exit(
     assert child.alive
     child.open_gate("one")
     assert child.wait_end(SLOW_S) == 0
-    assert child.throttle == ""
+    assert child.errors == ""
     Invariants(collection, witness).check()
 
 
@@ -170,7 +170,7 @@ began.wait(30)
     producer.send("one", 1.0)
     child = start.start_command(["-c", program, server_uri, collection.database.name])
     assert child.wait_end(1 + 2 * SLOW_S) == 0
-    assert (child.output, child.throttle) == ("", "")
+    assert (child.output, child.errors) == ("", "")
     assert status_of(collection, "one") == "succeeded"
 
 
@@ -188,8 +188,8 @@ def test_a_log_whose_stream_is_closed_hurts_nothing(
     child = start.start("leave", way="fall_off", begun=True, log=log)
     child.wait_line("leaving")
     assert child.wait_end(1 + SLOW_S) == 0
-    throttle = child.throttle
-    assert throttle.count("Traceback") == throttle.count("--- Logging error ---")
+    errors = child.errors
+    assert errors.count("Traceback") == errors.count("--- Logging error ---")
     assert status_of(collection, "one") == "succeeded"
 
 
@@ -217,7 +217,7 @@ def test_a_second_interrupt_while_the_block_is_left(
     child = start.start("leave", way="interrupted", begun=False)
     assert child.wait_end(2 + 2 * SLOW_S) != 0
     assert child.said("interrupts") == 2
-    assert child.throttle.endswith("KeyboardInterrupt\n")
+    assert child.errors.endswith("KeyboardInterrupt\n")
     assert status_of(collection, "one") in {"succeeded", "waiting"}
     Invariants(collection, witness).check()
 
@@ -234,7 +234,7 @@ def test_run_forever_in_a_thread_ends_with_main(
     child = start.start("leave", way=way, begun=False)
     child.wait_line("began")
     assert child.wait_end(2 + SLOW_S) == 0
-    assert child.throttle == ""
+    assert child.errors == ""
     assert status_of(collection, "one") == "succeeded"
     Invariants(collection, witness).check()
 
@@ -258,7 +258,7 @@ def test_the_exit_does_not_wait_for_a_server_that_is_away(start: Children) -> No
         began_s = time.monotonic()
         assert child.wait_end() == 0
     assert time.monotonic() - began_s < 3 + 1 + 5  # the time-out, its second, and a slow machine
-    assert "Traceback" not in child.throttle
+    assert "Traceback" not in child.errors
 
 
 def test_the_lease_is_kept_while_the_interpreter_waits(

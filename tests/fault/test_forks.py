@@ -48,7 +48,7 @@ def play(start: Children, scene: str) -> Child:
     """
     child = start.start("fork", scene=scene, python=QUIET)
     status = child.wait_end(110)
-    assert (status, child.throttle) == (0, ""), child.output
+    assert (status, child.errors) == (0, ""), child.output
     return child
 
 
@@ -133,7 +133,7 @@ def test_a_child_that_exits_does_not_stop_the_consumer_of_its_parent(
     assert producer.result("one", 20) == "kept"
     child.open_gate("end")
     assert child.wait_end() == 0
-    assert child.throttle == ""
+    assert child.errors == ""
     assert witness.count("one") == 1
 
 

@@ -109,7 +109,7 @@ def test_running_tasks_finish_and_waiting_ones_stay(
 
     assert child.wait_end() == 0
     assert child.said("report") == {**EMPTY, "finished": running}
-    assert child.throttle == ""
+    assert child.errors == ""
     assert sorted(run.task for run in witness.runs()) == running
     waiting = [key for key in "abcde" if key not in running]
     assert {key: status_of(collection, key) for key in "abcde"} == {
@@ -130,7 +130,7 @@ def test_an_idle_service_ends_at_once(start: Children, number: signal.Signals) -
     child.send(number)
     assert child.wait_end(10) == 0
     assert child.said("report") == EMPTY
-    assert child.throttle == ""
+    assert child.errors == ""
 
 
 def test_a_signal_in_the_middle_of_the_start_is_not_lost(start: Children) -> None:
@@ -162,7 +162,7 @@ def test_a_signal_ends_a_service_whose_server_was_never_there(
     report = child.said("report")
     assert {**report, "threads": []} == EMPTY
     assert set(report["threads"]) <= {"ms-fetch", "ms-watch", "ms-claim"}
-    assert "Traceback" not in child.throttle
+    assert "Traceback" not in child.errors
 
 
 def test_a_function_that_ignores_the_request_is_named_and_left_behind(
@@ -193,7 +193,7 @@ def test_a_function_that_ignores_the_request_is_named_and_left_behind(
     assert attempts == [1]
     child.open_gate("one")
     assert child.wait_end() == 0
-    assert child.throttle == ""
+    assert child.errors == ""
     assert producer.result("one", timeout=0) == "elsewhere"
     states = document(collection, "one")["task_state"]["worker_states"]
     assert [state.get("fail_time") for state in states] == [None]
@@ -243,7 +243,7 @@ def test_a_second_signal_gives_back_and_ends_the_process(
     child.send(second)
 
     assert child.wait_end(10) == 128 + second
-    assert child.throttle == ""
+    assert child.errors == ""
     assert [released(collection, key) for key in ("one", "two")] == [1, 1]
 
     def again(_: object, context: TaskContext) -> None:
@@ -274,7 +274,7 @@ def test_a_second_signal_ends_the_process_though_the_server_has_gone(
         child.wait_line('log "consumer_stopping"')
         child.send(signal.SIGTERM)
         assert child.wait_end(10) == 128 + 15
-    assert "Traceback" not in child.throttle
+    assert "Traceback" not in child.errors
 
 
 def test_one_signal_during_a_stop_that_was_asked_for_otherwise_does_not_force(
@@ -338,7 +338,7 @@ def test_a_handler_that_exits_does_so_after_the_stop(
     assert child.wait_end() == 7
     assert child.said("state") == "stopped"
     assert status_of(collection, "one") == "succeeded"
-    assert child.throttle == ""
+    assert child.errors == ""
 
 
 def test_an_ignored_signal_stays_ignored(start: Children, producer: Producer) -> None:

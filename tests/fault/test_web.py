@@ -110,8 +110,8 @@ def test_an_interrupted_web_server_finishes_its_tasks(
     wait_until(lambda: len(witness.runs()) == 2, "two functions run")
     site.child.send(signal.SIGINT)
     assert site.child.wait_end() != 0
-    assert site.child.throttle.count("Traceback") == 1
-    assert site.child.throttle.endswith("KeyboardInterrupt\n")
+    assert site.child.errors.count("Traceback") == 1
+    assert site.child.errors.endswith("KeyboardInterrupt\n")
     begun = sorted(run.task for run in witness.runs())
     assert len(begun) == 2
     statuses = {key: status_of(collection, key) for key in keys}
@@ -192,7 +192,7 @@ def test_many_workers_and_somebody_who_changes_tasks_meanwhile(
     for site in sites:
         site.child.send(signal.SIGINT)
         site.child.wait_end()
-        assert site.child.throttle.count("Traceback") == 1
+        assert site.child.errors.count("Traceback") == 1
     assert {found["status"] for found in collection.find()} <= {"succeeded", "cancelled"}
 
 

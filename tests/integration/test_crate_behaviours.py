@@ -61,7 +61,7 @@ def start(collection: Tasks) -> Iterator[Start]:
     """
     Start a consumer that is stopped at the end; ``start(function, worker_id, **options)``.
 
-    It polls, which ends sooner than a change stream, unless ``watch=True`` is given.
+    It polls, often, unless ``watch=True`` is given.
     """
     with ExitStack() as stack:
 
@@ -700,7 +700,7 @@ def test_params_of_a_wrong_type_are_a_failure_of_the_task(
     options: CodecOptions[Document] = CodecOptions(type_registry=TypeRegistry([_Picky()]))
     seen: list[complex] = []
     picky = collection.with_options(codec_options=options)
-    with Consumer(picky, seen.append, watch=False, poll_interval=0.02):
+    with Consumer(picky, seen.append, watch=False, poll_interval=0.1):
         assert producer.result("good", 10) is None
         with pytest.raises(TaskFailed) as caught:
             producer.result("bad", 10)

@@ -26,7 +26,7 @@ Tasks = Collection[Document]
 
 #: Looks so seldom that what is found soon was found by the stream.
 STREAM: Document = {"watch": True, "poll_interval": 3600}
-POLL: Document = {"watch": False, "poll_interval": 0.02}
+POLL: Document = {"watch": False, "poll_interval": 0.1}
 both = pytest.mark.parametrize("found_by", [STREAM, POLL], ids=["stream", "poll"])
 
 

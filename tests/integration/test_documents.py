@@ -42,9 +42,9 @@ def producer(collection: Tasks) -> Producer:
 
 def polling(collection: Tasks, function: Any, **options: Any) -> Consumer:
     """
-    Make a consumer that polls, which ends sooner than a change stream.
+    Make a consumer that polls, often.
     """
-    return Consumer(collection, function, watch=False, poll_interval=0.02, **options)
+    return Consumer(collection, function, watch=False, poll_interval=0.1, **options)
 
 
 def echo(params: Any) -> Any:

@@ -111,8 +111,8 @@ def test_an_example_prints_what_it_promises_and_leaves_no_database(
     """
     before = set(client.list_database_names())
     process = start(f"{name}.py", uri=server_uri)
-    printed, throttle = process.communicate(timeout=60)
-    assert (process.returncode, throttle) == (0, "")
+    printed, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
     assert re.fullmatch(PRINTED[name].lstrip(), printed), printed
     assert set(client.list_database_names()) <= before
 
@@ -130,8 +130,8 @@ def test_an_example_starts_its_own_server(start: Start) -> None:
     Without MSCHEDULER_URI the quickstart needs nothing but itself.
     """
     process = start("quickstart.py")
-    printed, throttle = process.communicate(timeout=60)
-    assert (process.returncode, throttle) == (0, "")
+    printed, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
     assert re.fullmatch(QUICKSTART.lstrip(), printed), printed
 
 
@@ -143,8 +143,8 @@ def test_the_demo_loses_a_worker_and_nothing_else(
     all results agree with a direct computation.
     """
     process = start(*DEMO, uri=server_uri)
-    printed, throttle = process.communicate(timeout=100)
-    assert (process.returncode, throttle) == (0, ""), printed
+    printed, errors = process.communicate(timeout=100)
+    assert (process.returncode, errors) == (0, ""), printed
     assert not re.search(r"WRONG|FAILED|\r|\x1b", printed), printed
     assert re.search(r"^100 %  80 of 80 files ", printed, re.MULTILINE), printed
     assert re.search(r"^  results +80  0 differ ", printed, re.MULTILINE), printed
@@ -179,11 +179,11 @@ def test_the_demo_ends_cleanly_at_ctrl_c(
                 shown += os.read(controller, 4096)
         process.send_signal(signal.SIGINT)
         # The workers hold the other end of this pipe too: it ends when the last of them does.
-        _, throttle = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=30)
     finally:
         os.close(controller)
-    assert process.returncode == 130, (shown, throttle)
-    assert throttle == "\ninterrupted; all that was started has been stopped\n"
+    assert process.returncode == 130, (shown, errors)
+    assert errors == "\ninterrupted; all that was started has been stopped\n"
     assert _demo_databases(client) == []
 
 

@@ -76,7 +76,7 @@ def polling(collection: Tasks, function: Callable[..., Any], **options: Any) -> 
     """
     Make one of our workers, without a change stream.
     """
-    return Consumer(collection, function, watch=False, poll_interval=0.05, **options)
+    return Consumer(collection, function, watch=False, poll_interval=0.1, **options)
 
 
 def now() -> dt.datetime:

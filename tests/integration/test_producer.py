@@ -107,7 +107,7 @@ def test_result_returns_what_the_function_returned(producer: Producer, collectio
         return {"twice": 2 * params}
 
     with (
-        Consumer(collection, double, watch=False, poll_interval=0.02),
+        Consumer(collection, double, watch=False, poll_interval=0.1),
         ThreadPoolExecutor(1) as pool,
     ):
         waiting = pool.submit(producer.result, "k", 10)
@@ -385,7 +385,7 @@ def test_keep_finished_sets_a_date_at_the_end_and_unsets_it_on_rearm(
 
     assert all("expire_at" not in document for document in collection.find())
     producer.cancel("gone")
-    with Consumer(collection, run, watch=False, poll_interval=0.02) as consumer:
+    with Consumer(collection, run, watch=False, poll_interval=0.1) as consumer:
         assert consumer.run_until_idle(20)
     documents = {d["key"]: d for d in collection.find()}
     for key in ("good", "bad", "gone"):

@@ -19,13 +19,16 @@ Document = dict[str, Any]
 
 def wait_until(condition: Callable[[], T], description: str, timeout: float = 10) -> T:
     """
-    Call *condition* every 10 ms until its value is true, and return that value.
+    Call *condition* until its value is true, and return that value.
+
+    The pauses grow from 2 to 50 ms: conditions that ask the server would keep it busy.
 
     Raises:
         AssertionError: If it is still false after *timeout* seconds; the message has *description*.
     """
     pause = threading.Event()
     deadline_s = time.monotonic() + timeout
+    pause_s = 0.002
     while True:
         # Read before the call: a slow condition is looked at once more after the deadline.
         late = time.monotonic() >= deadline_s
@@ -35,7 +38,8 @@ def wait_until(condition: Callable[[], T], description: str, timeout: float = 10
         if late:
             msg = f"not within {timeout:g} s: {description}"
             raise AssertionError(msg)
-        pause.wait(0.01)
+        pause.wait(pause_s)
+        pause_s = min(pause_s * 1.5, 0.05)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 """
-Loggers, and the rate limit of repeated throttle.
+Loggers, and the rate limit of repeated messages.
 """
 
 from __future__ import annotations

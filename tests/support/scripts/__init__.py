@@ -54,7 +54,7 @@ class Child:
         return self._out.read_text(errors="replace")
 
     @property
-    def throttle(self) -> str:
+    def errors(self) -> str:
         """
         What it wrote to its standard error.
         """
@@ -68,7 +68,7 @@ class Child:
         def found() -> list[str]:
             lines = self.output.split("\n")[:-1]
             hits = [line[len(start) :].strip() for line in lines if line.startswith(start)]
-            assert hits or self.alive, f"it ended without {start!r}:\n{self.output}{self.throttle}"
+            assert hits or self.alive, f"it ended without {start!r}:\n{self.output}{self.errors}"
             return hits
 
         return wait_until(found, f"it prints {start!r}", timeout)[0]
@@ -89,7 +89,7 @@ class Child:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            msg = f"it has not ended within {timeout:g} s:\n{self.output}{self.throttle}"
+            msg = f"it has not ended within {timeout:g} s:\n{self.output}{self.errors}"
             raise AssertionError(msg) from None
 
     def open_gate(self, name: str) -> None:
