@@ -31,9 +31,10 @@ from mscheduler_sync.health import Health, take_health
 from mscheduler_sync.invocation import Invocation, invocation_of
 from mscheduler_sync.router import Router
 from mscheduler_sync.settings import (
-    ConsumerSettings,
+    ConsumerOptions,
     check_max_workers,
     new_worker_id,
+    options_among,
     seconds,
 )
 
@@ -98,19 +99,7 @@ class Consumer:
         if not isinstance(collection, Collection):
             msg = f"collection must be a pymongo Collection, got {type(collection).__name__}"
             raise TypeError(msg)
-        settings = ConsumerSettings.checked(
-            worker_id=worker_id,
-            max_workers=max_workers,
-            around=around,
-            watch=watch,
-            poll_interval=poll_interval,
-            queue_limit=queue_limit,
-            stop_timeout=stop_timeout,
-            lease_margin=lease_margin,
-            max_result_bytes=max_result_bytes,
-            rust_interop=rust_interop,
-        )
-        self._settings = settings
+        self._settings = settings = options_among(ConsumerOptions, locals())
         self._has_own_id = worker_id is not None
         self._router = func_or_router if isinstance(func_or_router, Router) else None
         self._function: Invocation | None = None

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 from bson.raw_bson import RawBSONDocument
@@ -22,7 +22,13 @@ from mscheduler_sync import model
 from mscheduler_sync._storage import codec, statements
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage.calls import CALL_TIMEOUT_S
-from mscheduler_sync._storage.sending import OPTION_NAMES, IfExists, IfRunning, SendOptions
+from mscheduler_sync._storage.sending import (
+    IfExists,
+    IfRunning,
+    RetryScope,
+    SendOptions,
+    SendOptionsDict,
+)
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import (
     InvalidTask,
@@ -35,7 +41,10 @@ from mscheduler_sync.errors import (
 )
 from mscheduler_sync.events import deadline_after
 from mscheduler_sync.model import STATUSES, Status, Task
-from mscheduler_sync.settings import Duration, choice, seconds, text, whole
+from mscheduler_sync.settings import Duration, choice, options_among, seconds, text, whole
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: `result` asks again after this long, growing, in seconds.
 _FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
@@ -112,7 +121,7 @@ class Producer:
         retry_backoff: float = 1.0,
         retry_max_delay: Duration | None = None,
         retry_jitter: float = 0.0,
-        retry_scope: Literal["task", "worker"] = "task",
+        retry_scope: RetryScope = "task",
         lease: Duration = 60,
         heartbeat: Duration = 20,
         timeout: Duration | None = None,
@@ -148,6 +157,7 @@ class Producer:
             keep_finished: How long the document stays after its end; None keeps it.
             worker_ids: Only these workers may run it.
             name: For consumers with a `Router`.
+            tags: For `list` and `count`; 50, of 200 bytes each.
             if_exists: "keep" changes nothing but an explicit time; "update" replaces params,
                 time and options (a running attempt goes on); "rerun" also arms a finished
                 task again; "raise" raises `TaskExists`.
@@ -161,29 +171,7 @@ class Producer:
             InvalidTask: If the key belongs to a document that is not a readable task.
             StoreUnavailable, StoreRejected: The database did not, or would not, do it.
         """
-        options = SendOptions.checked(
-            run_at=run_at,
-            delay=delay,
-            priority=priority,
-            concurrency=concurrency,
-            max_attempts=max_attempts,
-            retry_delay=retry_delay,
-            retry_backoff=retry_backoff,
-            retry_max_delay=retry_max_delay,
-            retry_jitter=retry_jitter,
-            retry_scope=retry_scope,
-            lease=lease,
-            heartbeat=heartbeat,
-            timeout=timeout,
-            keep_finished=keep_finished,
-            worker_ids=worker_ids,
-            name=name,
-            tags=tags,
-            if_exists=if_exists,
-            if_running=if_running,
-            clean_success=clean_success,
-            clean_failed=clean_failed,
-        )
+        options = options_among(SendOptions, locals())
         key = _new_or_checked_key(key)
         frozen = self._frozen(params)
         self._ready(in_transaction=session is not None)
@@ -199,7 +187,7 @@ class Producer:
     def send_many(
         self,
         items: Iterable[tuple[str | None, Any] | tuple[str | None, Any, Mapping[str, Any]]],
-        **options: Any,
+        **options: Unpack[SendOptionsDict],
     ) -> list[SendResult]:
         """
         Send many tasks, in few round trips: ``(key, params)`` or ``(key, params, options)`` each.
@@ -217,7 +205,7 @@ class Producer:
         if isinstance(items, (str, bytes, Mapping)):
             msg = f"items must be (key, params) pairs, got {type(items).__name__}"
             raise TypeError(msg)
-        common = SendOptions.checked(**_known_options(options))
+        common = SendOptions.checked(**options)
         prepared: list[tuple[str, object, SendOptions] | SendResult] = []
         for item in items:
             try:
@@ -236,7 +224,7 @@ class Producer:
         return [result for result in results if result is not None]
 
     def _prepared(
-        self, item: object, common: SendOptions, options: Mapping[str, Any]
+        self, item: object, common: SendOptions, options: SendOptionsDict
     ) -> tuple[str, object, SendOptions]:
         if not isinstance(item, (tuple, list)) or len(item) not in {2, 3}:
             parts = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
@@ -250,7 +238,8 @@ class Producer:
             if not isinstance(item[2], Mapping):
                 msg = f"the options of an item must be a mapping, got {type(item[2]).__name__}"
                 raise TypeError(msg)
-            own = SendOptions.checked(**_known_options({**options, **item[2]}))
+            merged: dict[str, Any] = {**options, **item[2]}
+            own = SendOptions.checked(**merged)
         return _new_or_checked_key(item[0]), self._frozen(item[1]), own
 
     def _send_chunk(
@@ -367,7 +356,9 @@ class Producer:
 
     # -- changing ----------------------------------------------------------------------------
 
-    def update(self, key: str, params: Any = UNCHANGED, **options: Any) -> SendResult:
+    def update(
+        self, key: str, params: Any = UNCHANGED, **options: Unpack[SendOptionsDict]
+    ) -> SendResult:
         """
         Change params or options of an existing task; what is not given stays as it is.
 
@@ -379,20 +370,18 @@ class Producer:
             TypeError, ValueError, TaskRunning, StoreError: As `send`.
         """
         key = _checked_key(key)
-        options.pop("if_exists", None)
-        SendOptions.checked(**_known_options(options))
+        options["if_exists"] = "update"
+        SendOptions.checked(**options)
         frozen = None if params is UNCHANGED else self._frozen(params)
         self._ready()
         document = self._store.find_task(key, _STATUS_FIELDS)
         if document is None:
             raise TaskNotFound(key)
-        stored = model.read_options(model.decode_fields(document))
-        # Lease and heartbeat are checked against each other, the one not given as it is stored.
-        pair = {"lease": stored.lease, "heartbeat": stored.heartbeat}
-        touched = {name for name in options if name in pair}
-        checked = SendOptions.checked(
-            **{**(pair if touched else {}), **options, "if_exists": "update"}
-        )
+        if {"lease", "heartbeat"} & {*options}:
+            # They are checked against each other, the one not given as it is stored.
+            stored = model.read_options(model.decode_fields(document))
+            options = {"lease": stored.lease, "heartbeat": stored.heartbeat, **options}
+        checked = SendOptions.checked(**options)
         given = set(options) | ({"params"} if params is not UNCHANGED else set())
         return self._send_to_existing(key, frozen, checked, None, given=given)
 
@@ -656,14 +645,6 @@ def _new_or_checked_key(key: object) -> str:
 
 def _checked_key(key: object) -> str:
     return text(key, "key")
-
-
-def _known_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = sorted(set(options) - set(OPTION_NAMES))
-    if unknown:
-        msg = f"unknown options: {', '.join(unknown)}"
-        raise TypeError(msg)
-    return dict(options)
 
 
 def _condition(status: str | None, name: str | None, tag: str | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from mscheduler_sync._stages.running import RunningAttempts
 from mscheduler_sync._stages.watcher import Watcher
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.events import EventHub
-from mscheduler_sync.settings import ConsumerSettings
+from mscheduler_sync.settings import ConsumerOptions
 
 _log = logger("consumer")
 
@@ -67,7 +67,7 @@ class Assembly:
     def __init__(
         self,
         *,
-        settings: ConsumerSettings,
+        settings: ConsumerOptions,
         store: TaskStore,
         slots: Slots,
         queue: DelayQueue,
@@ -103,7 +103,7 @@ class Assembly:
             worker_id=worker_id,
             function_of=function_of,
             around=settings.around,
-            value_limit_bytes=settings.result_limit_bytes,
+            value_limit_bytes=settings.max_result_bytes,
             on_end=running.ended,
         )
         running.connect(self.executor, self._heartbeats, self.writer, on_free=intake.requeue)
@@ -130,7 +130,7 @@ class Assembly:
             self.writer,
             contention,
             margin_s=settings.lease_margin_s,
-            value_limit_bytes=settings.result_limit_bytes,
+            value_limit_bytes=settings.max_result_bytes,
             start=running.start,
             holds=running.holds,
             on_low=self.fetcher.queue_runs_low,

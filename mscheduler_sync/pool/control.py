@@ -21,7 +21,7 @@ from mscheduler_sync.pool.held import HeldJobs
 from mscheduler_sync.pool.reaper import Reaper
 from mscheduler_sync.pool.ring import PoolView
 from mscheduler_sync.pool.runner import JobRunner
-from mscheduler_sync.pool.settings import NodeSettings
+from mscheduler_sync.pool.settings import NodeOptions
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.watcher import Step
 from mscheduler_sync.pool.workers import Membership
@@ -43,7 +43,7 @@ class Control(Service):
     def __init__(
         self,
         store: PoolStore,
-        settings: NodeSettings,
+        settings: NodeOptions,
         name: str,
         *,
         view: PoolView,

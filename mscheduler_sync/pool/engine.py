@@ -26,7 +26,7 @@ from mscheduler_sync.pool.reaper import Reaper
 from mscheduler_sync.pool.requests import Requests
 from mscheduler_sync.pool.ring import PoolView
 from mscheduler_sync.pool.runner import JobRunner
-from mscheduler_sync.pool.settings import NodeSettings
+from mscheduler_sync.pool.settings import NodeOptions
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.watcher import PoolWatcher, Waiters
 from mscheduler_sync.pool.workers import Handler, Membership, Worker
@@ -47,7 +47,7 @@ class Engine:
     def __init__(
         self,
         database: Database[Any],
-        settings: NodeSettings,
+        settings: NodeOptions,
         *,
         hub: EventHub,
         stop_soon: Callable[[], None],
@@ -141,13 +141,13 @@ class Engine:
         settings = self._settings
         self.store.measure_clock()
         self.store.ensure_indexes()
-        self.store.update(statements.members.ensure_pool(settings.pool, settings.order))
+        self.store.update(statements.members.ensure_pool(settings.pool, settings.ring_order))
         seen = self.view.refresh()
         if seen.state != statements.OPEN:
             raise PoolClosed(settings.pool)
         if settings.client_only:
             return
-        if seen.order != settings.order:
+        if seen.order != settings.ring_order:
             msg = f"the pool {settings.pool!r} has the ring order {seen.order!r}"
             raise ValueError(msg)
         self.lease.register()

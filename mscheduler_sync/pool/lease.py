@@ -20,7 +20,7 @@ from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._storage.calls import CALL_TIMEOUT_S
 from mscheduler_sync.errors import StoreError
 from mscheduler_sync.pool import statements
-from mscheduler_sync.pool.settings import NodeSettings
+from mscheduler_sync.pool.settings import NodeOptions
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.settings import new_worker_id
 
@@ -38,7 +38,7 @@ class Lease(Service):
     def __init__(
         self,
         store: PoolStore,
-        settings: NodeSettings,
+        settings: NodeOptions,
         *,
         on_lost: Callable[[str, str], None],
         on_return: Callable[[], None],

@@ -28,9 +28,9 @@ from mscheduler_sync.pool.events import (
 )
 from mscheduler_sync.pool.recurring import Tick, Ticker
 from mscheduler_sync.pool.schedule import Planner, Schedule
-from mscheduler_sync.pool.settings import NodeSettings, name_of
+from mscheduler_sync.pool.settings import NodeOptions, Order, name_of
 from mscheduler_sync.pool.workers import Handler, Worker, WorkerInfo, check_handler
-from mscheduler_sync.settings import Duration, seconds, text
+from mscheduler_sync.settings import Duration, options_among, seconds, text
 
 _log = logger("pool")
 
@@ -83,26 +83,13 @@ class Node:
         poll_interval: Duration = 1.0,
         claim_grace: Duration = 2.0,
         lease_margin: Duration | None = None,
-        ring_order: str = "slots",
+        ring_order: Order = "slots",
         prefix: str = "pool_",
     ) -> None:
         if not isinstance(database, Database):
             msg = f"database must be a pymongo Database, got {type(database).__name__}"
             raise TypeError(msg)
-        self._settings = NodeSettings.checked(
-            pool=pool,
-            client_only=client_only,
-            watch=watch,
-            worker_ttl=worker_ttl,
-            lease_margin=lease_margin,
-            shutdown_timeout=shutdown_timeout,
-            dispatch_timeout=dispatch_timeout,
-            poll_interval=poll_interval,
-            claim_grace=claim_grace,
-            max_queued_jobs=max_queued_jobs,
-            ring_order=ring_order,
-            prefix=prefix,
-        )
+        self._settings = options_among(NodeOptions, locals())
         self._database = database
         self._life = Lifecycle(
             Owner(

@@ -18,7 +18,7 @@ from mscheduler_sync.pool import events, statements
 from mscheduler_sync.pool.claims import Claims
 from mscheduler_sync.pool.ring import PoolView
 from mscheduler_sync.pool.runner import JobRunner
-from mscheduler_sync.pool.settings import NodeSettings
+from mscheduler_sync.pool.settings import NodeOptions
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.workers import ActiveWorkers
 
@@ -38,7 +38,7 @@ class Reaper:
     def __init__(
         self,
         store: PoolStore,
-        settings: NodeSettings,
+        settings: NodeOptions,
         view: PoolView,
         runner: JobRunner,
         claims: Claims,

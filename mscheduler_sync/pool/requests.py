@@ -31,7 +31,7 @@ from mscheduler_sync.errors import (
 )
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.ring import PoolView
-from mscheduler_sync.pool.settings import NodeSettings
+from mscheduler_sync.pool.settings import NodeOptions
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.watcher import Waiter, Waiters
 
@@ -62,7 +62,7 @@ class Requests:
     def __init__(
         self,
         store: PoolStore,
-        settings: NodeSettings,
+        settings: NodeOptions,
         view: PoolView,
         waiters: Waiters,
         *,

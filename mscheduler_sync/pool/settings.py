@@ -4,12 +4,21 @@ Arguments of nodes, checked where they are given.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from functools import partial
+from typing import Final, Literal, get_args
 
 import attrs
 
 from mscheduler_sync.pool.statements import SEPARATOR
-from mscheduler_sync.settings import choice, seconds, text, whole
+from mscheduler_sync.settings import (
+    as_options,
+    choice,
+    flag,
+    option,
+    seconds,
+    text,
+    whole,
+)
 
 Order = Literal["slots", "created"]
 
@@ -17,79 +26,6 @@ Order = Literal["slots", "created"]
 SHORTEST_TTL_S: Final = 0.1
 _MAX_NAME_BYTES: Final = 200
 _LEAST_MARGIN_S: Final = 2.0
-
-
-@attrs.frozen(kw_only=True)
-class NodeSettings:
-    """
-    The checked settings of one node. Durations are in seconds.
-    """
-
-    pool: str
-    client_only: bool
-    watch: bool
-    worker_ttl_s: float
-    margin_s: float
-    shutdown_timeout_s: float
-    dispatch_timeout_s: float
-    poll_interval_s: float
-    claim_grace_s: float
-    max_queued_jobs: int
-    order: Order
-    prefix: str
-
-    @classmethod
-    def checked(
-        cls,
-        *,
-        pool: object,
-        client_only: object,
-        watch: object,
-        worker_ttl: object,
-        lease_margin: object,
-        shutdown_timeout: object,
-        dispatch_timeout: object,
-        poll_interval: object,
-        claim_grace: object,
-        max_queued_jobs: object,
-        ring_order: object,
-        prefix: object,
-    ) -> NodeSettings:
-        """
-        Raises:
-            TypeError, ValueError: Naming the argument, its value and the rule.
-        """
-        for name, flag in (("client_only", client_only), ("watch", watch)):
-            if not isinstance(flag, bool):
-                msg = f"{name} must be True or False, got {flag!r}"
-                raise TypeError(msg)
-        if not isinstance(prefix, str):
-            msg = f"prefix must be a string, got {prefix!r}"
-            raise TypeError(msg)
-        pool_name = name_of(pool, "pool")
-        ttl_s = seconds(worker_ttl, "worker_ttl", at_least=SHORTEST_TTL_S, at_most=86_400.0)
-        margin_s = min(max(ttl_s / 10, _LEAST_MARGIN_S), ttl_s / 4)
-        if lease_margin is not None:
-            margin_s = seconds(lease_margin, "lease_margin", at_most=ttl_s / 2)
-        order: Order = "slots"
-        if choice(ring_order, "ring_order", ("slots", "created")) == "created":
-            order = "created"
-        return cls(
-            pool=pool_name,
-            client_only=bool(client_only),
-            watch=bool(watch),
-            worker_ttl_s=ttl_s,
-            margin_s=margin_s,
-            shutdown_timeout_s=seconds(shutdown_timeout, "shutdown_timeout", at_most=86_400.0),
-            dispatch_timeout_s=seconds(
-                dispatch_timeout, "dispatch_timeout", above=0.0, at_most=86_400.0
-            ),
-            poll_interval_s=seconds(poll_interval, "poll_interval", at_least=0.01, at_most=3600.0),
-            claim_grace_s=seconds(claim_grace, "claim_grace", at_most=3600.0),
-            max_queued_jobs=whole(max_queued_jobs, "max_queued_jobs", 1, 10_000_000),
-            order=order,
-            prefix=prefix,
-        )
 
 
 def name_of(value: object, what: str) -> str:
@@ -104,3 +40,47 @@ def name_of(value: object, what: str) -> str:
         msg = f"{what} must not contain the character {SEPARATOR!r}, got {name!r}"
         raise ValueError(msg)
     return name
+
+
+def _prefix(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        msg = f"{name} must be a string, got {value!r}"
+        raise TypeError(msg)
+    return value
+
+
+_UP_TO_A_DAY: Final = partial(seconds, at_most=86_400.0)
+_UP_TO_AN_HOUR: Final = partial(seconds, at_most=3600.0)
+
+
+@attrs.frozen(kw_only=True, field_transformer=as_options)
+class NodeOptions:
+    """
+    The checked options of one node, one field each. Durations are in seconds.
+    """
+
+    pool: str = option(attrs.NOTHING, name_of)
+    client_only: bool = option(False, flag)
+    worker_ttl_s: float = option(30.0, partial(_UP_TO_A_DAY, at_least=SHORTEST_TTL_S))
+    shutdown_timeout_s: float = option(120.0, _UP_TO_A_DAY)
+    dispatch_timeout_s: float = option(40.0, partial(_UP_TO_A_DAY, above=0.0))
+    max_queued_jobs: int = option(1000, partial(whole, low=1, high=10_000_000))
+    watch: bool = option(True, flag)
+    poll_interval_s: float = option(1.0, partial(_UP_TO_AN_HOUR, at_least=0.01))
+    claim_grace_s: float = option(2.0, _UP_TO_AN_HOUR)
+    lease_margin_s: float | None = option(None, seconds)
+    ring_order: Order = option("slots", partial(choice, allowed=get_args(Order)))
+    prefix: str = option("pool_", _prefix)
+
+    def __attrs_post_init__(self) -> None:
+        if self.lease_margin_s is not None:
+            seconds(self.lease_margin_s, "lease_margin", at_most=self.worker_ttl_s / 2)
+
+    @property
+    def margin_s(self) -> float:
+        """
+        How long before its end the lease of the node is given up.
+        """
+        if self.lease_margin_s is not None:
+            return self.lease_margin_s
+        return min(max(self.worker_ttl_s / 10, _LEAST_MARGIN_S), self.worker_ttl_s / 4)

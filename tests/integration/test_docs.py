@@ -33,6 +33,7 @@ import mscheduler_sync
 from mscheduler_sync import Consumer, Event, Health, Producer, Reason, StopReport, TaskContext
 from mscheduler_sync._storage import statements
 from mscheduler_sync.embedded import EmbeddedServerError, find_server_command
+from mscheduler_sync.pool import Node
 from tests.support import Document, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -255,7 +256,12 @@ def test_every_arrow_of_the_state_machine_has_a_test() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "page"), [(Producer.send, "docs/producer.md"), (Consumer, "docs/consumer.md")]
+    ("function", "page"),
+    [
+        (Producer.send, "docs/producer.md"),
+        (Consumer, "docs/consumer.md"),
+        (Node, "docs/pool.md"),
+    ],
 )
 def test_every_option_is_documented_with_its_default(function: Any, page: str) -> None:
     """
@@ -267,7 +273,7 @@ def test_every_option_is_documented_with_its_default(function: Any, page: str) -
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    documented = {name: default.replace("_", "") for name, default in rows.items()}
+    documented = {name: re.sub(r"(\d)_(?=\d)", r"\1", default) for name, default in rows.items()}
     assert {name: documented.get(name) for name in options} == options
 
 

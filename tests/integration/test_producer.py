@@ -243,7 +243,7 @@ def test_update_refuses_unknown_options(producer: Producer) -> None:
     """
     producer.send("k")
     with pytest.raises(TypeError):
-        producer.update("k", "new", colour=1)
+        producer.update("k", "new", colour=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("state", STATES)

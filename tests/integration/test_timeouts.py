@@ -102,8 +102,9 @@ def test_slots_are_replaced_up_to_their_number(
             stuck.wait(60)
         return params
 
-    options = {"timeout": 0.1, "lease": 1, "heartbeat": 0.3, "max_attempts": 1}
-    producer.send_many([("a", "stuck"), ("b", "stuck")], **options)
+    producer.send_many(
+        [("a", "stuck"), ("b", "stuck")], timeout=0.1, lease=1, heartbeat=0.3, max_attempts=1
+    )
     with polling(collection, function, max_workers=1) as consumer:
         wait_until(lambda: len(consumer.health().stuck) == 2, "both are stuck", 20)
         producer.send("last", "fine")

@@ -5,6 +5,7 @@ The public surface: names, signatures, and the tree of errors.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -23,6 +24,10 @@ from mscheduler_sync import (
     TaskContext,
     errors,
 )
+from mscheduler_sync._storage.sending import SendOptions, SendOptionsDict
+from mscheduler_sync.pool import Node
+from mscheduler_sync.pool.settings import NodeOptions
+from mscheduler_sync.settings import ConsumerOptions
 
 EMPTY = inspect.Parameter.empty
 
@@ -61,6 +66,16 @@ def defaults(function: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, An
     positional = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     keyword = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     return positional, keyword
+
+
+def defaults_of_options(cls: type[attrs.AttrsInstance]) -> dict[str, Any]:
+    """
+    The arguments of a class of options, in order, with their defaults.
+    """
+    fields = attrs.fields(cls)
+    return {
+        str(field.alias): field.default for field in fields if field.default is not attrs.NOTHING
+    }
 
 
 def public() -> dict[str, object]:
@@ -145,6 +160,66 @@ def test_the_signature_of_send() -> None:
     assert positional == {"key": EMPTY, "params": None}
     assert keyword == SEND_OPTIONS
     assert list(keyword) == list(SEND_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "others"),
+    [
+        (Producer.send, SendOptions, {"session": None}),
+        (Consumer.__init__, ConsumerOptions, {}),
+        (Node.__init__, NodeOptions, {}),
+    ],
+)
+def test_a_signature_lists_the_options_of_its_class(
+    function: Callable[..., Any], options: type[attrs.AttrsInstance], others: dict[str, Any]
+) -> None:
+    """
+    The same names in the same order, by keyword only, with the same defaults.
+    """
+    expected = {**defaults_of_options(options), **others}
+    _, keyword = defaults(function)
+    assert keyword == expected
+    assert list(keyword) == list(expected)
+    assert [type(value) for value in keyword.values()] == [type(v) for v in expected.values()]
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        (Producer.send.__doc__, SendOptions),
+        (Consumer.__doc__, ConsumerOptions),
+        (Node.__doc__, NodeOptions),
+    ],
+)
+def test_a_docstring_describes_every_option_of_its_class(
+    text: str, options: type[attrs.AttrsInstance]
+) -> None:
+    """
+    Each stands before a colon under "Arguments", alone or with others, and nothing else does.
+    """
+    section = text.partition("Arguments")[2].partition("Raises:")[0]
+    named = {
+        name
+        for line in re.findall(r"^ {8,12}(\w+(?:, \w+)*): ", section, re.MULTILINE)
+        for name in line.split(", ")
+    }
+    assert named - {"params", "session", "database", "pool"} == set(defaults_of_options(options))
+
+
+def test_the_types_for_editors_are_those_of_the_signature() -> None:
+    """
+    What `send_many` and `update` take by keyword is what `send` takes, name by name.
+    """
+    written = {
+        name: parameter.annotation
+        for name, parameter in inspect.signature(Producer.send).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name != "session"
+    }
+    typed = {name: hint.__forward_arg__ for name, hint in SendOptionsDict.__annotations__.items()}
+    assert typed == written
+    assert list(typed) == list(written)
+    for function in (Producer.send_many, Producer.update, SendOptions.checked):
+        assert function.__annotations__["options"] == "Unpack[SendOptionsDict]"
 
 
 @pytest.mark.parametrize(

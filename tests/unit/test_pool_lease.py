@@ -15,7 +15,7 @@ from mscheduler_sync import StoreUnavailable
 from mscheduler_sync._storage.statement import Update
 from mscheduler_sync.pool import Node
 from mscheduler_sync.pool.lease import Lease
-from mscheduler_sync.pool.settings import NodeSettings
+from mscheduler_sync.pool.settings import NodeOptions
 from mscheduler_sync.pool.store import PoolStore
 
 
@@ -56,7 +56,7 @@ def lease_of(store: ScriptedStore, lost: Lost, worker_ttl: float, margin: float)
     client: MongoClient[dict[str, object]]
     with MongoClient("mongodb://127.0.0.1:9/", connect=False) as client:
         node = Node(client.nowhere, "p", worker_ttl=worker_ttl, lease_margin=margin)
-    settings: NodeSettings = node._settings
+    settings: NodeOptions = node._settings
     return Lease(
         cast("PoolStore", store),
         settings,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from bson import ObjectId
 
-from mscheduler_sync._storage.sending import OPTION_NAMES, SendOptions
+from mscheduler_sync._storage.sending import SendOptions
 
 UTC = dt.timezone.utc
 NOW = dt.datetime(2031, 5, 6, 12, tzinfo=UTC)
@@ -193,12 +193,13 @@ def test_a_short_lease_needs_a_short_heartbeat() -> None:
         SendOptions.checked(lease=10)
 
 
-def test_every_option_is_one_of_the_known_names() -> None:
+def test_what_is_no_option_is_named() -> None:
     """
-    `send_many` refuses by a list; it is the list of what is checked.
+    All of it, in order; nothing is taken for an option by the name of its field.
     """
-    code = SendOptions.checked.__func__.__code__  # type: ignore[attr-defined]
-    assert set(OPTION_NAMES) == set(code.co_varnames[1 : 1 + code.co_kwonlyargcount])
+    options: dict[str, Any] = {"prio": 1, "lease_s": 5, "priority": 1}
+    with pytest.raises(TypeError, match=r"^unknown options: lease_s, prio$"):
+        SendOptions.checked(**options)
 
 
 @pytest.mark.parametrize(
@@ -373,6 +374,38 @@ def test_a_replacement_sets_every_option_and_removes_what_is_not_given() -> None
         "timeout_ms": 5_000,
         "keep_ms": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (set(), {}),
+        ({"params"}, {"params": 1}),
+        (
+            {"priority", "lease"},
+            {"task_option.priority": 9, "task_option.worker_timeout_ms": 80_000},
+        ),
+        ({"worker_ids"}, {"task_option.specific_worker_ids": ["w1"]}),
+        ({"timeout", "keep_finished", "name"}, {"timeout_ms": 5_000, "keep_ms": None, "name": "n"}),
+        ({"retry_backoff", "retry_scope"}, {"retry.backoff": 2.0, "retry.scope": None}),
+        ({"delay", "if_exists", "if_running", "clean_failed"}, {}),
+    ],
+)
+def test_a_replacement_of_what_was_given(given: set[str], expected: dict[str, Any]) -> None:
+    """
+    Only these paths are set; a fact at its default is removed, and its neighbours stay.
+    """
+    options = SendOptions.checked(
+        priority=9, lease=80, worker_ids=["w1"], timeout=5, name="n", retry_backoff=2, delay=1
+    )
+    assert options.replacement(1, given) == expected
+
+
+def test_a_replacement_of_everything_replaces_the_retry_policy_as_a_whole() -> None:
+    """
+    What the policy does not say now must not be left over from before.
+    """
+    assert SendOptions.checked(retry_jitter=0.5).replacement(1)["retry"] == {"jitter": 0.5}
 
 
 class Name(str, enum.Enum):

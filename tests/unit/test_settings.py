@@ -18,7 +18,15 @@ import attrs
 import pytest
 
 from mscheduler_sync.limits import MAX_THREADS
-from mscheduler_sync.settings import ConsumerSettings, choice, new_worker_id, seconds, text, whole
+from mscheduler_sync.settings import (
+    ConsumerOptions,
+    choice,
+    new_worker_id,
+    options_among,
+    seconds,
+    text,
+    whole,
+)
 
 
 class Word(str, enum.Enum):
@@ -225,18 +233,19 @@ def test_settings_are_kept_in_seconds() -> None:
     """
     Every argument ends up in its field.
     """
-    result = ConsumerSettings.checked(
-        worker_id="w1",
-        max_workers=0,
-        around=nullcontext,
-        watch=False,
-        poll_interval=dt.timedelta(milliseconds=500),
-        queue_limit=10,
-        stop_timeout=0,
-        lease_margin=dt.timedelta(seconds=3),
-        max_result_bytes=1,
-        rust_interop=True,
-    )
+    arguments: dict[str, Any] = {
+        "worker_id": "w1",
+        "max_workers": 0,
+        "around": nullcontext,
+        "watch": False,
+        "poll_interval": dt.timedelta(milliseconds=500),
+        "queue_limit": 10,
+        "stop_timeout": 0,
+        "lease_margin": dt.timedelta(seconds=3),
+        "max_result_bytes": 1,
+        "rust_interop": True,
+    }
+    result = options_among(ConsumerOptions, {"self": None, **arguments})
     assert attrs.asdict(result) == {
         "worker_id": "w1",
         "max_workers": 0,
@@ -246,7 +255,7 @@ def test_settings_are_kept_in_seconds() -> None:
         "queue_limit": 10,
         "stop_timeout_s": 0.0,
         "lease_margin_s": 3.0,
-        "result_limit_bytes": 1,
+        "max_result_bytes": 1,
         "rust_interop": True,
     }
 
@@ -255,10 +264,10 @@ def test_defaults_of_workers() -> None:
     """
     Without an id one is made; without a number there are eight workers.
     """
-    result = ConsumerSettings.checked(**{**DEFAULTS, "worker_id": None, "max_workers": None})
+    result = ConsumerOptions(**{**DEFAULTS, "worker_id": None, "max_workers": None})
     assert result.max_workers == 8
     assert result.lease_margin_s is None
-    assert result.worker_id != ConsumerSettings.checked(**{**DEFAULTS, "worker_id": None}).worker_id
+    assert result.worker_id != ConsumerOptions(**{**DEFAULTS, "worker_id": None}).worker_id
 
 
 _WHOLE = "must be a whole number, got"
@@ -307,7 +316,7 @@ def test_wrong_settings_are_named(
     The error names the argument, the rule and the value.
     """
     with pytest.raises(kind, match="^" + re.escape(f"{name} {rule}")):
-        ConsumerSettings.checked(**{**DEFAULTS, name: value})
+        ConsumerOptions(**{**DEFAULTS, name: value})
 
 
 def test_worker_ids_say_where_and_differ() -> None:
