@@ -46,8 +46,9 @@ from mscheduler_sync.events import (
 )
 from mscheduler_sync.health import ComponentReport, Health
 from mscheduler_sync.model import Attempt, Status, Task, TaskOptions
-from mscheduler_sync.producer import Producer, SendResult
+from mscheduler_sync.producer import Producer
 from mscheduler_sync.router import Router
+from mscheduler_sync.sender import SendResult
 
 __version__ = "0.1.0"
 

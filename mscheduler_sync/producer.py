@@ -10,10 +10,9 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import attrs
 from bson.raw_bson import RawBSONDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -32,16 +31,22 @@ from mscheduler_sync._storage.sending import (
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import (
     InvalidTask,
-    StoreUnavailable,
     TaskCancelled,
-    TaskExists,
     TaskFailed,
     TaskNotFound,
-    TaskRunning,
 )
 from mscheduler_sync.events import deadline_after
 from mscheduler_sync.model import STATUSES, Status, Task
-from mscheduler_sync.settings import Duration, choice, options_among, seconds, text, whole
+from mscheduler_sync.sender import (
+    WITHOUT_VALUES,
+    Send,
+    Sender,
+    SendResult,
+    at_most_twice,
+    checked_key,
+    status_of,
+)
+from mscheduler_sync.settings import Duration, choice, options_among, seconds, whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -50,9 +55,8 @@ if TYPE_CHECKING:
 _FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
 #: A producer makes sure of the indexes this often, in seconds: collections get dropped.
 _INDEXES_AGE_S: Final = 60.0
-#: Documents of one bulk insert, and keys of one query.
-_INSERT_CHUNK, _KEY_CHUNK = 500, 100
-
+#: Keys of one query.
+_KEY_CHUNK: Final = 100
 
 #: `Producer` has a method of this name.
 _Tasks = list[Task]
@@ -65,24 +69,6 @@ class _Unchanged:
 
 #: For `Producer.update`: the params stay as they are.
 UNCHANGED: Final = _Unchanged()
-
-
-@attrs.frozen
-class SendResult:
-    """
-    What a send has done.
-    """
-
-    key: str
-    #: A new task was made.
-    inserted: bool
-    #: An existing document was changed. A rerun, a clean and `if_running="raise"` note in it
-    #: that they were applied, and so count as a change.
-    updated: bool
-    #: The task's status after the send; None for an item that was not sent.
-    status: Status | None
-    #: Only in `send_many`: why this item was not sent, or None.
-    error: Exception | None = None
 
 
 class Producer:
@@ -102,6 +88,7 @@ class Producer:
             msg = f"collection must be a pymongo Collection, got {type(collection).__name__}"
             raise TypeError(msg)
         self._store = TaskStore(collection)
+        self._sender = Sender(self._store)
         self._pid = os.getpid()
         self._ready_lock = threading.Lock()
 
@@ -172,17 +159,9 @@ class Producer:
             StoreUnavailable, StoreRejected: The database did not, or would not, do it.
         """
         options = options_among(SendOptions, locals())
-        key = _new_or_checked_key(key)
-        frozen = self._frozen(params)
+        send = self._sender.checked(key, params, options, session)
         self._ready(in_transaction=session is not None)
-        document = options.document(key, frozen, self._store.clock.now())
-        if session is not None:
-            inserted = self._insert_in(session, document)
-        else:
-            inserted = self._insert(document)
-        if inserted:
-            return SendResult(key, inserted=True, updated=False, status="waiting")
-        return self._send_to_existing(key, frozen, options, session)
+        return self._sender.send(send)
 
     def send_many(
         self,
@@ -205,154 +184,9 @@ class Producer:
         if isinstance(items, (str, bytes, Mapping)):
             msg = f"items must be (key, params) pairs, got {type(items).__name__}"
             raise TypeError(msg)
-        common = SendOptions.checked(**options)
-        prepared: list[tuple[str, object, SendOptions] | SendResult] = []
-        for item in items:
-            try:
-                prepared.append(self._prepared(item, common, options))
-            except (TypeError, ValueError) as error:
-                key = item[0] if isinstance(item, (tuple, list)) and item else item
-                shown = key if isinstance(key, str) else repr(key)[:200]
-                prepared.append(SendResult(shown, False, False, None, error))
+        sends = self._sender.checked_items(items, options)
         self._ready()
-        results: list[SendResult | None] = [
-            one if isinstance(one, SendResult) else None for one in prepared
-        ]
-        waiting = [(n, one) for n, one in enumerate(prepared) if not isinstance(one, SendResult)]
-        for start in range(0, len(waiting), _INSERT_CHUNK):
-            self._send_chunk(waiting[start : start + _INSERT_CHUNK], results)
-        return [result for result in results if result is not None]
-
-    def _prepared(
-        self, item: object, common: SendOptions, options: SendOptionsDict
-    ) -> tuple[str, object, SendOptions]:
-        if not isinstance(item, (tuple, list)) or len(item) not in {2, 3}:
-            parts = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
-            msg = (
-                "an item must be (key, params) or (key, params, options), "
-                f"got {type(item).__name__}{parts}"
-            )
-            raise TypeError(msg)
-        own = common
-        if len(item) == 3:  # noqa: PLR2004
-            if not isinstance(item[2], Mapping):
-                msg = f"the options of an item must be a mapping, got {type(item[2]).__name__}"
-                raise TypeError(msg)
-            merged: dict[str, Any] = {**options, **item[2]}
-            own = SendOptions.checked(**merged)
-        return _new_or_checked_key(item[0]), self._frozen(item[1]), own
-
-    def _send_chunk(
-        self,
-        chunk: Sequence[tuple[int, tuple[str, object, SendOptions]]],
-        results: list[SendResult | None],
-    ) -> None:
-        now = self._store.clock.now()
-        documents = [options.document(key, params, now) for _, (key, params, options) in chunk]
-        inserted, errors = self._insert_many(documents)
-        for position, (number, (key, params, options)) in enumerate(chunk):
-            if position in errors:
-                error = ValueError(f"the server refused the task {key!r}: {errors[position]}")
-                results[number] = SendResult(key, False, False, None, error)
-            elif inserted[position]:
-                results[number] = SendResult(key, inserted=True, updated=False, status="waiting")
-            else:
-                try:
-                    results[number] = self._send_to_existing(key, params, options, None)
-                except (TaskExists, TaskRunning, InvalidTask) as error:
-                    results[number] = SendResult(key, False, False, None, error)
-
-    def _insert_many(
-        self, documents: Sequence[dict[str, Any]]
-    ) -> tuple[Sequence[bool], Mapping[int, str]]:
-        inserts = [statements.new_task(document) for document in documents]
-        try:
-            return self._store.insert_many(inserts)
-        except StoreUnavailable:
-            # The same documents again: the _id says which of them were stored.
-            return self._store.insert_many(inserts)
-
-    def _insert(self, document: dict[str, Any]) -> bool:
-        statement = statements.new_task(document)
-        try:
-            return self._store.insert(statement)
-        except StoreUnavailable:
-            # Perhaps only the reply was lost. The same document again settles it.
-            return self._store.insert(statement)
-
-    def _insert_in(self, session: ClientSession, document: dict[str, Any]) -> bool:
-        statement = statements.new_task_in_transaction(document)
-        return self._store.update(statement, session=session)[1] > 0
-
-    def _send_to_existing(
-        self,
-        key: str,
-        params: object,
-        options: SendOptions,
-        session: ClientSession | None,
-        *,
-        given: Set[str] | None = None,
-    ) -> SendResult:
-        """
-        *given*: only what these names of arguments say is replaced; None: everything.
-        """
-        if options.if_exists == "raise":
-            raise TaskExists(key)
-        keeps = options.if_exists == "keep"
-        cleans = options.clean_success or options.clean_failed
-        guarded = options.if_running == "raise"
-        if keeps and not options.wants_time and not cleans and not guarded:
-            document = self._store.find_task(key, _STATUS_FIELDS, session=session)
-            if document is None:
-                # Deleted in between: then this send makes it anew.
-                return self._send_again(key, params, options, session)
-            return SendResult(key, False, False, _status(document))
-        send_id = uuid.uuid4().hex
-        statement = statements.resend(
-            key,
-            send_id,
-            start_time=options.start_time(self._store.clock.now()) if options.wants_time else None,
-            replace=None if keeps else options.replacement(params, given),
-            rerun=options.if_exists == "rerun",
-            only_if_idle=guarded,
-            clean_success=options.clean_success,
-            clean_failed=options.clean_failed,
-        )
-        changed = self._applied(statement, session)
-        document = self._store.find_task(key, _STATUS_FIELDS, session=session)
-        if document is None:
-            return self._send_again(key, params, options, session)
-        if guarded and document.get("send_id") != send_id:
-            if _status(document) == x.RUNNING:
-                raise TaskRunning(key)
-            # It ran when we tried and has ended since: try once more.
-            return self._send_to_existing(key, params, options, session, given=given)
-        # After a lost reply the driver may say that its repetition changed nothing.
-        changed = changed or document.get("send_id") == send_id
-        return SendResult(key, False, changed, _status(document))
-
-    def _applied(self, statement: statements.Update, session: ClientSession | None) -> bool:
-        """
-        Run a resend; return whether the document was changed. Repeating it is harmless.
-        """
-        if session is not None:
-            return self._store.update(statement, session=session)[1] > 0
-        try:
-            return self._store.update(statement)[1] > 0
-        except StoreUnavailable:
-            self._store.update(statement)
-            return True
-
-    def _send_again(
-        self, key: str, params: object, options: SendOptions, session: ClientSession | None
-    ) -> SendResult:
-        document = options.document(key, params, self._store.clock.now())
-        inserted = (
-            self._insert_in(session, document) if session is not None else self._insert(document)
-        )
-        if inserted:
-            return SendResult(key, inserted=True, updated=False, status="waiting")
-        return self._send_to_existing(key, params, options, session)
+        return self._sender.send_many(sends)
 
     # -- changing ----------------------------------------------------------------------------
 
@@ -369,21 +203,21 @@ class Producer:
             TaskNotFound: If there is no such task.
             TypeError, ValueError, TaskRunning, StoreError: As `send`.
         """
-        key = _checked_key(key)
+        key = checked_key(key)
         options["if_exists"] = "update"
         SendOptions.checked(**options)
-        frozen = None if params is UNCHANGED else self._frozen(params)
+        frozen = None if params is UNCHANGED else self._sender.freeze(params)
+        given = {*options} if params is UNCHANGED else {*options, "params"}
         self._ready()
-        document = self._store.find_task(key, _STATUS_FIELDS)
+        document = self._store.find_task(key, WITHOUT_VALUES)
         if document is None:
             raise TaskNotFound(key)
-        if {"lease", "heartbeat"} & {*options}:
+        if given & {"lease", "heartbeat"}:
             # They are checked against each other, the one not given as it is stored.
             stored = model.read_options(model.decode_fields(document))
             options = {"lease": stored.lease, "heartbeat": stored.heartbeat, **options}
-        checked = SendOptions.checked(**options)
-        given = set(options) | ({"params"} if params is not UNCHANGED else set())
-        return self._send_to_existing(key, frozen, checked, None, given=given)
+        send = Send(key, frozen, SendOptions.checked(**options), given=given)
+        return self._sender.send_to_existing(send)
 
     def cancel(self, key: str) -> bool:
         """
@@ -398,13 +232,13 @@ class Producer:
             TaskNotFound: If there is no such task.
             StoreError: As `send`.
         """
-        key = _checked_key(key)
+        key = checked_key(key)
         self._ready()
-        self._twice(statements.cancel(key))
-        document = self._store.find_task(key, _STATUS_FIELDS)
+        at_most_twice(lambda: self._store.update(statements.cancel(key)))
+        document = self._store.find_task(key, WITHOUT_VALUES)
         if document is None:
             raise TaskNotFound(key)
-        status = _status(document)
+        status = status_of(document)
         return status == x.CANCELLED or (status == x.RUNNING and "cancel" in document)
 
     def retry(self, key: str) -> bool:
@@ -417,36 +251,25 @@ class Producer:
             TaskNotFound: If there is no such task.
             StoreError: As `send`.
         """
-        key = _checked_key(key)
+        key = checked_key(key)
         self._ready()
         before = self.get(key)
         if before is None:
             raise TaskNotFound(key)
         if not before.is_finished:
             return False
-        send_id = uuid.uuid4().hex
-        self._twice(
-            statements.resend(
-                key,
-                send_id,
-                start_time=None,
-                replace=None,
-                rerun=True,
-                only_if_idle=False,
-                clean_success=False,
-                clean_failed=False,
-            )
+        again = statements.resend(
+            key,
+            uuid.uuid4().hex,
+            start_time=None,
+            replace=None,
+            rerun=True,
+            only_if_idle=False,
+            clean_success=False,
+            clean_failed=False,
         )
+        at_most_twice(lambda: self._store.update(again))
         return True
-
-    def _twice(self, statement: statements.Update) -> None:
-        """
-        Run a repeatable write; once more if its fate is not known.
-        """
-        try:
-            self._store.update(statement)
-        except StoreUnavailable:
-            self._store.update(statement)
 
     def delete(self, key: str) -> bool:
         """
@@ -454,7 +277,7 @@ class Producer:
 
         A function that runs is not stopped; its outcome is then refused.
         """
-        return self._store.delete(statements.delete_task(_checked_key(key))) > 0
+        return self._store.delete(statements.delete_task(checked_key(key))) > 0
 
     def delete_finished(
         self,
@@ -495,7 +318,7 @@ class Producer:
         Raises:
             InvalidTask: If its document cannot be read.
         """
-        document = self._store.find_task(_checked_key(key))
+        document = self._store.find_task(checked_key(key))
         return None if document is None else self._read(document)
 
     def list(
@@ -548,7 +371,7 @@ class Producer:
             TypeError, ValueError: If an argument is wrong.
             StoreError: If the database is in trouble for longer than one call may take.
         """
-        key = _checked_key(key)
+        key = checked_key(key)
         deadline_s = deadline_after(timeout)
         pause_s = _FIRST_POLL_S
         waiter = threading.Event()
@@ -581,12 +404,9 @@ class Producer:
             pause_s = min(_LAST_POLL_S, pause_s * 1.5)
 
     def _values(self, document: RawBSONDocument) -> Sequence[Any]:
-        elements = [
-            element
-            for element in document["task_state"]["worker_states"]
-            if element.get("success_time") is not None
-        ]
-        elements.sort(key=lambda element: element["success_time"])
+        attempts = document["task_state"]["worker_states"]
+        elements = [one for one in attempts if one.get("success_time") is not None]
+        elements.sort(key=lambda one: one["success_time"])
         options = self._store.codec_options
         return [codec.thaw(element, "returns", options) for element in elements]
 
@@ -601,14 +421,6 @@ class Producer:
                 continue
 
     # -- in common ---------------------------------------------------------------------------
-
-    def _frozen(self, params: object) -> object:
-        return codec.freeze(
-            params,
-            self._store.codec_options,
-            what="params",
-            limit_bytes=codec.MAX_PARAMS_BYTES,
-        ).value
 
     def _ready(self, *, in_transaction: bool = False) -> None:
         """
@@ -625,26 +437,6 @@ class Producer:
 
     def __repr__(self) -> str:
         return f"Producer({self._store.collection.full_name!r})"
-
-
-_STATUS_FIELDS: Final[Mapping[str, Any]] = {
-    "params": 0,
-    "progress": 0,
-    "task_state.worker_states.returns": 0,
-}
-
-
-def _status(document: RawBSONDocument) -> Status:
-    fields = model.decode_fields(document)
-    return model.derive(fields, model.read_attempts(fields))[0]
-
-
-def _new_or_checked_key(key: object) -> str:
-    return uuid.uuid4().hex if key is None else _checked_key(key)
-
-
-def _checked_key(key: object) -> str:
-    return text(key, "key")
 
 
 def _condition(status: str | None, name: str | None, tag: str | None) -> dict[str, Any]:

@@ -237,6 +237,25 @@ def test_update_checks_a_heartbeat_against_the_stored_lease(
     assert stored(collection)["task_option"]["ping_interval_ms"] == 5000
 
 
+def test_update_of_a_task_that_is_deleted_meanwhile_makes_no_new_one(
+    producer: Producer, collection: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    An update changes what exists; what is gone is an error, however late it went.
+    """
+    producer.send("k", 1)
+    update = TaskStore.update
+
+    def delete_first(store: TaskStore, statement: Any, **options: Any) -> tuple[int, int]:
+        collection.delete_one({"key": "k"})
+        return update(store, statement, **options)
+
+    monkeypatch.setattr(TaskStore, "update", delete_first)
+    with pytest.raises(TaskNotFound):
+        producer.update("k", 2)
+    assert collection.count_documents({}) == 0
+
+
 def test_update_refuses_unknown_options(producer: Producer) -> None:
     """
     A misspelt option is an error, not a silence.

@@ -36,6 +36,7 @@ LONG: Final = {
 DRIVER_USERS: Final = {
     "embedded": {"*"},
     "producer": {"Collection", "ClientSession"},
+    "sender": {"ClientSession"},
     "consumer": {"Collection"},
     "pool.engine": {"Database"},
     "pool.node": {"Database"},
