@@ -326,7 +326,7 @@ def derive(fields: Mapping[str, Any], attempts: tuple[Attempt, ...]) -> tuple[St
     """
     Compute status and due time from the truth in the document.
 
-    The same rules as `_storage.expressions.derive`, for documents whose derived
+    The same rules as `_storage.derived`, for documents whose derived
     fields another program has left stale.
 
     Raises:

@@ -10,7 +10,7 @@ whatever its array elements look like.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 Expr = Any
@@ -41,31 +41,26 @@ CANCELLED: Final = "cancelled"
 TERMINAL: Final = (SUCCEEDED, FAILED, CANCELLED)
 
 
-# Present: neither missing nor null. In BSON's order everything else is above null.
-def _has(path: str) -> Expr:
+def has(path: str) -> Expr:
+    """
+    True where *path* (with its ``$``) is neither missing nor null. All else is above null in BSON.
+    """
     return {"$gt": [path, None]}
 
 
-E_SUCCEEDED: Final[Expr] = _has("$$e.success_time")
-E_FAILED: Final[Expr] = _has("$$e.fail_time")
+E_SUCCEEDED: Final[Expr] = has("$$e.success_time")
+E_FAILED: Final[Expr] = has("$$e.fail_time")
 #: An open attempt: a worker has it and no outcome stands. What is no object has no worker.
 E_OPEN: Final[Expr] = {
     "$and": [
-        _has("$$e.worker_id"),
+        has("$$e.worker_id"),
         {"$not": [E_SUCCEEDED]},
         {"$not": [E_FAILED]},
     ]
 }
-_MAX_ATTEMPTS: Final[Expr] = {
-    "$cond": [
-        {"$eq": ["$retry.scope", "worker"]},
-        WORKER_SCOPE_CAP,
-        "$task_option.max_unexpected_retries",
-    ]
-}
 
 
-def _is_date(path: str) -> Expr:
+def is_date(path: str) -> Expr:
     return {"$eq": [{"$type": path}, "date"]}
 
 
@@ -73,10 +68,10 @@ def date_or_null(path: str) -> Expr:
     """
     The date at *path* (with its ``$``), or null where anything else stands.
     """
-    return {"$cond": [_is_date(path), path, None]}
+    return {"$cond": [is_date(path), path, None]}
 
 
-def _within_reach(path: str) -> Expr:
+def within_reach(path: str) -> Expr:
     """
     The date at *path*, or `NEVER` if that is earlier: something can be added to it.
     """
@@ -88,13 +83,6 @@ def literal(value: object) -> Expr:
     Protect *value* from being read as a path or an expression.
     """
     return {"$literal": value}
-
-
-def has(path: str) -> Expr:
-    """
-    True where the field at *path* is neither missing nor null.
-    """
-    return _has(f"${path}")
 
 
 def date_plus(date: Expr, milliseconds: Expr) -> Expr:
@@ -194,195 +182,6 @@ def settle(
     ]
 
 
-def derive(
-    *, may_add: Callable[[], Expr] | None = None, added: Expr = None, lease_end: Expr = None
-) -> list[Stage]:
-    """
-    Set the derived fields: functions of the document alone, without a clock.
-
-    ``status``: see docs/state_machine.md. ``due``: from when a worker may claim;
-    `NEVER` once the task has ended; while every place is taken, or no further
-    attempt is allowed, the earliest end of an open lease, so that a dead worker's
-    task becomes due by itself.
-
-    A claim adds an attempt in the same breath: *added*, with the lease *lease_end*, where
-    *may_add* holds. That condition may use ``$$free`` (a place and a try are left,
-    nobody cancelled) and ``$$ready`` (from when the next attempt may start).
-    """
-    # A failure written by a Rust worker has no retry time of its own.
-    crate_retry_time: Expr = {
-        "$cond": [
-            _is_date("$$e.fail_time"),
-            date_plus(
-                _within_reach("$$e.fail_time"), number_at("task_option.unexpected_retry_delay_ms")
-            ),
-            None,
-        ]
-    }
-    retry_times = attempts_mapped(
-        {"$cond": [_is_date("$$e.retry_time"), "$$e.retry_time", crate_retry_time]}, source="$$bad"
-    )
-    # What is no date ends a lease at once: the due time is always a date.
-    lease_ends = attempts_mapped(
-        {
-            "$cond": [
-                {
-                    "$and": [
-                        _has("$$e.ping_expire_time"),
-                        {"$not": [_is_date("$$e.ping_expire_time")]},
-                    ]
-                },
-                EPOCH,
-                {"$ifNull": ["$$e.ping_expire_time", None]},
-            ]
-        },
-        source="$$open",
-    )
-    is_final = {"$in": [True, attempts_mapped({"$eq": ["$$e.final", True]}, source="$$bad")]}
-    counted = {
-        "ok": {"$size": attempts_where(E_SUCCEEDED)},
-        "open": attempts_where(E_OPEN),
-        "bad": attempts_where({"$and": [E_FAILED, {"$not": [E_SUCCEEDED]}]}),
-        "places": "$task_option.concurrent_worker_cnt",
-        "cancelled": has("cancel.time"),
-    }
-    judged = {
-        "spent": {"$or": [{"$gte": [{"$size": "$$bad"}, _MAX_ATTEMPTS]}, is_final]},
-        "ready": {"$max": ["$task_state.start_time", {"$max": retry_times}]},
-        "held": {"$size": "$$open"},
-        "ends": {"$min": lease_ends},
-    }
-    free = {
-        "$not": [
-            {
-                "$or": [
-                    "$$cancelled",
-                    "$$spent",
-                    {"$gte": [{"$add": ["$$ok", "$$held"]}, "$$places"]},
-                ]
-            }
-        ]
-    }
-    status = {
-        "$switch": {
-            "branches": [
-                {"case": {"$gte": ["$$ok", "$$places"]}, "then": SUCCEEDED},
-                {"case": {"$gt": ["$$held", 0]}, "then": RUNNING},
-                {"case": "$$cancelled", "then": CANCELLED},
-                {"case": "$$spent", "then": FAILED},
-            ],
-            "default": WAITING,
-        }
-    }
-    due = {
-        "$cond": [
-            {"$in": ["$$status", list(TERMINAL)]},
-            NEVER,
-            {
-                "$cond": [
-                    free,
-                    {"$min": ["$$ready", "$$ends"]},
-                    {"$ifNull": ["$$ends", EPOCH]},
-                ]
-            },
-        ]
-    }
-    ended_at = {
-        "$cond": [
-            {"$in": ["$$status", list(TERMINAL)]},
-            {
-                "$max": [
-                    {"$max": attempts_mapped(date_or_null("$$e.success_time"))},
-                    {"$max": attempts_mapped(date_or_null("$$e.fail_time"))},
-                    date_or_null("$cancel.time"),
-                    EPOCH,
-                ]
-            },
-            None,
-        ]
-    }
-    result: Expr = {
-        "$let": {
-            "vars": {"status": status},
-            "in": {"status": "$$status", "due": due, "ended_at": ended_at, "add": False},
-        }
-    }
-    if may_add is not None:
-        result = {
-            "$let": {
-                "vars": {"free": free},
-                "in": {
-                    "$cond": [
-                        may_add(),
-                        {
-                            "$let": {
-                                "vars": {
-                                    "held": {"$add": ["$$held", 1]},
-                                    "ends": {"$min": ["$$ends", lease_end]},
-                                    "status": RUNNING,
-                                },
-                                "in": {
-                                    "status": "$$status",
-                                    "due": due,
-                                    "ended_at": None,
-                                    "add": True,
-                                },
-                            }
-                        },
-                        result,
-                    ]
-                },
-            }
-        }
-    fields: dict[str, Expr] = {
-        "status": "$_derived.status",
-        "due": "$_derived.due",
-        "finished_at": {"$ifNull": ["$_derived.ended_at", "$$REMOVE"]},
-        "expire_at": expiry("$_derived.ended_at"),
-    }
-    if may_add is not None:
-        attempts = f"${ATTEMPTS}"
-        fields[ATTEMPTS] = {
-            "$cond": ["$_derived.add", {"$concatArrays": [attempts, [added]]}, attempts]
-        }
-    return [
-        {
-            "$set": {
-                "_derived": {
-                    "$let": {
-                        "vars": counted,
-                        "in": {"$let": {"vars": judged, "in": result}},
-                    }
-                }
-            }
-        },
-        {"$set": fields},
-        {"$unset": "_derived"},
-    ]
-
-
-def expiry(ended_at: str) -> Expr:
-    """
-    When a task is deleted that ended at the path *ended_at*; nothing if it is kept or has no end.
-    """
-    return {
-        "$cond": [
-            {
-                "$and": [
-                    {"$gte": ["$keep_ms", 0]},
-                    {"$lte": ["$keep_ms", MAX_DURATION_MS]},
-                    _is_date(ended_at),
-                ]
-            },
-            date_plus(_within_reach(ended_at), "$keep_ms"),
-            "$$REMOVE",
-        ]
-    }
-
-
-#: The derived fields of a document to which nothing is added; shared, not to be changed.
-DERIVED: Final[list[Stage]] = derive()
-
 #: Route prefixes. A route is a scalar that says who may take a task, for the index (routes, due).
 ROUTE_UNNAMED, ROUTE_ANY_NAME, ROUTE_SHARED = "*", "*n", "+"
 
@@ -421,7 +220,7 @@ def routes() -> Stage:
     }
     one_or_all = {"$cond": [{"$eq": [{"$size": ids}, 1]}, {"$arrayElemAt": [pinned, 0]}, pinned]}
     # A cancelled task is barred to all, and yet somebody must see its last lease end.
-    is_barred = {"$and": [{"$eq": [ids, [NOBODY]]}, has("cancel.time")]}
+    is_barred = {"$and": [{"$eq": [ids, [NOBODY]]}, has("$cancel.time")]}
     is_pinned = {"$and": [{"$isArray": [ids]}, {"$ne": [ids, []]}, {"$not": [is_barred]}]}
     is_named = {"$eq": [{"$type": "$name"}, "string"]}
     return {

@@ -103,11 +103,11 @@ def _scope_is_worker(document: Document) -> bool:
     return bool(document.get("retry", {}).get("scope") == "worker")
 
 
-def _cancelled(document: Document) -> bool:
+def is_cancelled(document: Document) -> bool:
     return (document.get("cancel") or {}).get("time") is not None
 
 
-def _is_spent(document: Document) -> bool:
+def is_spent(document: Document) -> bool:
     """
     Whether no further attempt is allowed, whoever asks.
     """
@@ -120,11 +120,11 @@ def _is_spent(document: Document) -> bool:
     return len(failures) >= most or any(failure.get("final") is True for failure in failures)
 
 
-def _places_taken(document: Document) -> int:
+def places_taken(document: Document) -> int:
     return sum(1 for a in attempts_of(document) if succeeded(a) or is_open(a))
 
 
-def _ready(document: Document) -> Moment:
+def ready_of(document: Document) -> Moment:
     """
     From when the next attempt may start: the start time and the pauses after failures.
     """
@@ -145,20 +145,47 @@ def status_of(document: Document) -> str:
         return "succeeded"
     if any(map(is_open, attempts)):
         return "running"
-    if _cancelled(document):
+    if is_cancelled(document):
         return "cancelled"
-    return "failed" if _is_spent(document) else "waiting"
+    return "failed" if is_spent(document) else "waiting"
+
+
+def lease_end_of(document: Document) -> Moment | None:
+    """
+    When the first of the open leases ends.
+    """
+    leases = [a.get("ping_expire_time") for a in attempts_of(document) if is_open(a)]
+    ends: list[Moment] = [end for end in leases if end is not None]
+    return min(ends, key=_order, default=None)
+
+
+def is_free(document: Document) -> bool:
+    """
+    Whether a place and a try are left, and nobody has cancelled.
+    """
+    places = document["task_option"]["concurrent_worker_cnt"]
+    is_full = places_taken(document) >= places
+    return not (is_full or is_spent(document) or is_cancelled(document))
 
 
 def due_of(document: Document) -> Moment:
     if status_of(document) in ENDED:
         return NEVER
-    leases = [a.get("ping_expire_time") for a in attempts_of(document) if is_open(a)]
-    ends: list[Moment] = [end for end in leases if end is not None]
-    places = document["task_option"]["concurrent_worker_cnt"]
-    if _places_taken(document) >= places or _is_spent(document) or _cancelled(document):
-        return min(ends, key=_order, default=EPOCH)
-    return min([_ready(document), *ends], key=_order)
+    end = lease_end_of(document)
+    if not is_free(document):
+        return EPOCH if end is None else end
+    return min([ready_of(document), *([] if end is None else [end])], key=_order)
+
+
+def ended_at_of(document: Document) -> Moment | None:
+    """
+    When the task ended: its last outcome, or its cancellation.
+    """
+    if status_of(document) not in ENDED:
+        return None
+    ends = [a.get(name) for a in attempts_of(document) for name in ("success_time", "fail_time")]
+    ends.append((document.get("cancel") or {}).get("time"))
+    return max([end for end in ends if end is not None], key=_order, default=None)
 
 
 def routes_of(document: Document) -> str | list[str]:
@@ -168,7 +195,7 @@ def routes_of(document: Document) -> str | list[str]:
     if option["concurrent_worker_cnt"] > 1 or _scope_is_worker(document):
         return "+"
     # Whoever comes by is to settle what is left of a cancelled task.
-    barred = worker_ids == [NOBODY] and _cancelled(document)
+    barred = worker_ids == [NOBODY] and is_cancelled(document)
     if worker_ids and not barred:
         routes = [f"@{worker_id}" for worker_id in worker_ids]
         return routes[0] if len(routes) == 1 else routes
@@ -183,16 +210,11 @@ def _derive(document: Document) -> Document:
         document.pop(field, None)
     document["status"] = status_of(document)
     document["due"] = due_of(document)
-    if document["status"] in ENDED:
-        ends = [
-            a.get(name) for a in attempts_of(document) for name in ("success_time", "fail_time")
-        ]
-        ends.append((document.get("cancel") or {}).get("time"))
-        times: list[Moment] = [end for end in ends if end is not None]
-        if times:
-            document["finished_at"] = max(times, key=_order)
-            if document.get("keep_ms") is not None:
-                document["expire_at"] = _later_by(document["finished_at"], document["keep_ms"])
+    ended_at = ended_at_of(document)
+    if ended_at is not None:
+        document["finished_at"] = ended_at
+        if document.get("keep_ms") is not None:
+            document["expire_at"] = _later_by(ended_at, document["keep_ms"])
     return document
 
 
@@ -269,13 +291,13 @@ def _settle(document: Document, since_outage_ms: float | None) -> None:
 def _refusal(document: Document, worker_id: str) -> str | None:
     option = document["task_option"]
     mine = [attempt for attempt in attempts_of(document) if attempt["worker_id"] == worker_id]
-    if _cancelled(document):
+    if is_cancelled(document):
         return "cancelled"
-    if not _is_past(_ready(document)):
+    if not _is_past(ready_of(document)):
         return "not due"
-    if _places_taken(document) >= option["concurrent_worker_cnt"]:
+    if places_taken(document) >= option["concurrent_worker_cnt"]:
         return "no place"
-    if _is_spent(document):
+    if is_spent(document):
         return "spent"
     if any(succeeded(attempt) or is_open(attempt) for attempt in mine):
         return "mine already"
@@ -366,9 +388,9 @@ def repair(document: Document) -> Document:
 def cancel(document: Document) -> Document:
     after = copy.deepcopy(document)
     option = after["task_option"]
-    if not _cancelled(after) and status_of(after) not in ENDED:
+    if not is_cancelled(after) and status_of(after) not in ENDED:
         after["cancel"] = {"time": Now(), "worker_ids": option.get("specific_worker_ids")}
-    if _cancelled(after):
+    if is_cancelled(after):
         option["specific_worker_ids"] = [NOBODY]
     return repair(after)
 
@@ -409,7 +431,7 @@ def resend(
         after["task_option"]["specific_worker_ids"] = after.pop("cancel")["worker_ids"]
     for path, value in (replace or {}).items():
         _put(after, path, value)
-    if _cancelled(after) and "task_option.specific_worker_ids" in (replace or {}):
+    if is_cancelled(after) and "task_option.specific_worker_ids" in (replace or {}):
         # As long as the mark stands, nobody may run it; the new ids count once it is armed.
         after["cancel"]["worker_ids"] = after["task_option"]["specific_worker_ids"]
         after["task_option"]["specific_worker_ids"] = [NOBODY]

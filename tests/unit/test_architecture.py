@@ -30,7 +30,6 @@ LONG: Final = {
     "embedded": "one process from finding its command to removing its files",
     "model": "one class a document part, and the reading of each",
     "pool.statements.jobs": "every step of a job's document once",
-    "_storage.expressions": "every expression once, each with its reason",
 }
 #: Outside of `_storage`: who may import the driver, and what of it ("*": anything).
 DRIVER_USERS: Final = {

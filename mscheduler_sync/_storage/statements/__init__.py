@@ -1,7 +1,7 @@
 """
 Every filter, pipeline and index of the task scheduler, as pure functions.
 
-This module and `expressions` are the only places with field paths of queries.
+This module, `derived` and `expressions` are the only places with field paths of queries.
 A conditional write keeps plain field predicates in its filter, ``key`` first
 (the index, and the shard key), and the rest of its condition inside the
 pipeline, so that it runs alike and fast on every server. All writes after the

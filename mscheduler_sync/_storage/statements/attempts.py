@@ -11,6 +11,7 @@ from typing import Final
 import attrs
 
 from mscheduler_sync._storage import expressions as x
+from mscheduler_sync._storage.derived import DERIVED, derive
 from mscheduler_sync._storage.statement import Document, Find, Update
 from mscheduler_sync._storage.statements.base import READABLE, TASKS, of_tasks, one_or_in
 from mscheduler_sync._storage.statements.discovery import allowed_to, eligible_name
@@ -72,7 +73,7 @@ def claim(
             *x.settle(
                 EXPIRED_REASON, elapsed_since_outage_ms=elapsed_since_outage_ms, sent_at=sent_at
             ),
-            *x.derive(may_add=lambda: may, added=attempt, lease_end=lease_end),
+            *derive(may_add=may, added=attempt, lease_end=lease_end),
         ],
     )
 
@@ -133,7 +134,7 @@ def _of_open_attempts(refs: Sequence[Ref], facts: Document) -> Update:
     return of_tasks(
         keys,
         {x.ATTEMPTS: {**READABLE[x.ATTEMPTS], "$elemMatch": is_open}},
-        [{"$set": facts}, *x.DERIVED],
+        [{"$set": facts}, *DERIVED],
     )
 
 
@@ -273,4 +274,4 @@ def repair(keys: Sequence[str]) -> Update:
     """
     Recompute the derived fields of documents that a Rust worker or a person wrote or changed.
     """
-    return of_tasks(keys, {}, [x.routes(), *x.DERIVED])
+    return of_tasks(keys, {}, [x.routes(), *DERIVED])

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from mscheduler_sync._storage import expressions as x
+from mscheduler_sync._storage.derived import expiry
 from mscheduler_sync._storage.statement import Document, Update
 from mscheduler_sync._storage.statements.attempts import (
     Ref,
@@ -107,5 +108,5 @@ def succeed_plain(
             **_FOR_ONE,
             x.ATTEMPTS: {**READABLE[x.ATTEMPTS], "$size": 1, "$elemMatch": is_ours},
         },
-        [{"$set": facts}, {"$set": {"expire_at": x.expiry("$finished_at")}}],
+        [{"$set": facts}, {"$set": {"expire_at": expiry("$finished_at")}}],
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from mscheduler_sync._storage import expressions as x
+from mscheduler_sync._storage.derived import DERIVED
 from mscheduler_sync._storage.statement import Delete, Document, Find, Insert, Update
 from mscheduler_sync._storage.statements.base import TASKS, of_tasks
 
@@ -95,7 +96,7 @@ def resend(
         [key],
         {},
         [
-            *x.DERIVED,
+            *DERIVED,
             {
                 "$set": {
                     "_may": {"$and": may},
@@ -105,7 +106,7 @@ def resend(
             {"$set": guarded},
             {"$unset": ["_may", "_ended"]},
             x.routes(),
-            *x.DERIVED,
+            *DERIVED,
         ],
     )
 
@@ -118,7 +119,7 @@ def _restriction(ids: x.Expr | None, *, rerun: bool) -> Document:
     """
     if ids is None and not rerun:
         return {}
-    is_cancelled = {"$and": [x.has("cancel.time"), {"$eq": [{"$type": "$cancel"}, "object"]}]}
+    is_cancelled = {"$and": [x.has("$cancel.time"), {"$eq": [{"$type": "$cancel"}, "object"]}]}
     stays = {"$and": [is_cancelled, {"$not": ["$_ended"]}]} if rerun else is_cancelled
     if ids is None:
         return {
@@ -167,7 +168,7 @@ def cancel(key: str) -> Update:
     """
     request = {
         "$cond": [
-            {"$or": [x.has("cancel.time"), {"$in": ["$status", list(x.TERMINAL)]}]},
+            {"$or": [x.has("$cancel.time"), {"$in": ["$status", list(x.TERMINAL)]}]},
             {"$ifNull": ["$cancel", "$$REMOVE"]},
             {"time": x.NOW, "worker_ids": "$task_option.specific_worker_ids"},
         ]
@@ -176,13 +177,13 @@ def cancel(key: str) -> Update:
         [key],
         {},
         [
-            *x.DERIVED,
+            *DERIVED,
             {"$set": {"cancel": request}},
             {
                 "$set": {
                     "task_option.specific_worker_ids": {
                         "$cond": [
-                            x.has("cancel.time"),
+                            x.has("$cancel.time"),
                             [x.NOBODY],
                             "$task_option.specific_worker_ids",
                         ]
@@ -190,7 +191,7 @@ def cancel(key: str) -> Update:
                 }
             },
             x.routes(),
-            *x.DERIVED,
+            *DERIVED,
         ],
     )
 
