@@ -25,7 +25,7 @@ NEVER: Final = dt.datetime(9999, 12, 31, tzinfo=dt.timezone.utc)
 NOBODY: Final = "__cancelled__"
 #: Longer durations than a hundred years are refused where they are given, and not computed with.
 MAX_DURATION_MS: Final = 100 * 366 * 86_400_000
-#: A driver may need seconds to find a server that has come back, however often tasks beat.
+#: A driver may need seconds to find a server that has come back, however short the heartbeats are apart.
 OUTAGE_PATIENCE_MS: Final = 4000
 #: A call that takes longer has met an outage of some kind.
 SAT_OUT_MS: Final = 1000

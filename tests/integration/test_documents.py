@@ -309,7 +309,7 @@ TOLERATED: list[Case] = [
     ("progress", "x"),
     ("finished_at", "yesterday"),
     ("expire_at", "never"),
-    ("beat", "x"),
+    ("heartbeat_at", "x"),
     ("_tally", "x"),
     ("unknown", {"$weird": [1, {"a.b": 2}]}),
     (STATES, [element(running_id=5)]),

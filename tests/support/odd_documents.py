@@ -38,7 +38,7 @@ ODD_PLACES: Final = [
     *("task_option.unexpected_retry_delay_ms", "name", "tags", "retry", "retry.scope"),
     *("keep_ms", "timeout_ms", "cancel", "cancel.time", "cancel.worker_ids", "counters"),
     *("counters.released", "counters.failed", "counters.succeeded", "counters.snoozed"),
-    *("status", "finished_at", "expire_at", "beat", "progress", "send_id"),
+    *("status", "finished_at", "expire_at", "heartbeat_at", "progress", "send_id"),
     *("_tally", "_may", "_ended", "_derived", "a.b", ""),
 ]
 #: Fields that statements compute with, and what could break a computation.

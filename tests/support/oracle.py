@@ -325,7 +325,7 @@ def heartbeat(document: Document, running_id: str, *, progress: object = None) -
         new: Moment = Now(after["task_option"]["worker_timeout_ms"])
         old = attempt.get("ping_expire_time")
         attempt["ping_expire_time"] = new if old is None else max(old, new, key=_order)
-        after["beat"] = Now()
+        after["heartbeat_at"] = Now()
         if progress is not None:
             after["progress"] = progress
 

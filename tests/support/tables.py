@@ -145,7 +145,7 @@ def documents(draw: st.DrawFn) -> Document:
         "tags": draw(maybe(st.just(["t"]))),
         "counters": draw(maybe(st.just({"released": 2, "failed": 1}))),
         "progress": draw(maybe(st.just({"done": 1}))),
-        "beat": draw(maybe(past)),
+        "heartbeat_at": draw(maybe(past)),
         "send_id": draw(maybe(st.just("an earlier send"))),
         # What is derived may be stale in any way.
         "status": draw(maybe(st.sampled_from(model.STATUSES))),

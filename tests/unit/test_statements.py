@@ -484,7 +484,7 @@ def test_the_stream_begins_with_cheap_conditions() -> None:
     """
     (match,) = statements.watch_pipeline()[0].values()
     assert match["operationType"] == {"$in": ["insert", "update", "replace"]}
-    assert match["updateDescription.updatedFields.beat"] == {"$exists": False}
+    assert match["updateDescription.updatedFields.heartbeat_at"] == {"$exists": False}
     quiet = match["updateDescription.updatedFields.status"]["$nin"]
     assert quiet == ["running", "succeeded", "failed", "cancelled"]
 

@@ -151,7 +151,7 @@ def heartbeat(refs: Sequence[Ref], *, progress: object = None) -> Update:
         refs,
         {
             x.ATTEMPTS: x.replace_attempts(running_ids, changes),
-            "beat": x.NOW,
+            "heartbeat_at": x.NOW,
             **_progress(progress),
         },
     )

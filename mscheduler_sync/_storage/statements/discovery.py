@@ -131,7 +131,7 @@ def watch_pipeline() -> list[x.Stage]:
     """
     Change events that may make a task claimable, without clock and without bodies.
 
-    Of our own writes, heartbeats (they touch ``beat``) and steps to running or to
+    Of our own writes, heartbeats (they set ``heartbeat_at``) and steps to running or to
     an end are dropped. A write that touches neither ``status`` nor ``due`` is a
     Rust worker's or a person's: dropped only if it moved nothing but a lease.
     No expression here can raise: it would kill the stream at every resume.
@@ -158,7 +158,7 @@ def watch_pipeline() -> list[x.Stage]:
         {
             "$match": {
                 "operationType": {"$in": ["insert", "update", "replace"]},
-                f"{changed}.beat": {"$exists": False},
+                f"{changed}.heartbeat_at": {"$exists": False},
                 f"{changed}.status": {"$nin": quiet},
                 "$or": [
                     {"operationType": {"$in": ["insert", "replace"]}},
