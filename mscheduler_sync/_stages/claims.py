@@ -3,8 +3,8 @@ A batch of claims, from sending it to knowing what became of each.
 
 Nearly every task is plain: for one worker, and at its first try. `statements.plain` has short
 statements for those; whether they serve is decided here and in `TaskStore.succeed` alone. What
-discovery and claim have seen of a task is carried back to these as a *hint*, into which nobody
-else looks. A hint that is wrong or old costs a statement more, nothing else.
+discovery and claim have seen of a task is carried back to these as a *hint*, which nobody
+else reads. A hint that is wrong or old costs a statement more, nothing else.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ClaimBatch:
         self.refused: dict[str, str] = {}
         #: Claims that may have been won, and what is wrong with their documents.
         self.unreadable: list[tuple[Ref, InvalidTask]] = []
-        #: Key -> how the task looks now, or None if it is gone.
+        #: Key -> how the task stands now, or None if it is gone.
         self.lost: dict[str, Mapping[str, Any] | None] = {}
         #: When what is undecided was sent first, on the monotonic clock.
         self.sent_at_s = float("-inf")
@@ -181,12 +181,12 @@ class ClaimBatch:
         if lost and is_shown:
             self._choose_again()
         elif lost:
-            self._next = self._look
+            self._next = self._read_lost
         return list(won.values())
 
-    def _look(self) -> list[Won]:
+    def _read_lost(self) -> list[Won]:
         """
-        See how the lost tasks look now.
+        Read how the lost tasks stand now.
         """
         unseen = [key for key, fields in self.lost.items() if fields is None]
         for document in self._store.find(statements.discovered_by_key(unseen)):

@@ -41,7 +41,7 @@ from mscheduler_sync.errors import StoreError, StoreRejected, StoreUnavailable
 #: How long one call may take, in seconds, retries of the driver included.
 CALL_TIMEOUT_S: Final = 10.0
 #: A call that took longer has met an outage, in seconds.
-_SAT_OUT_S: Final = x.SAT_OUT_MS / 1000
+_SLOW_CALL_S: Final = x.SLOW_CALL_MS / 1000
 _PASSING_LABELS: Final = ("RetryableWriteError", "TransientTransactionError", "NetworkError")
 
 
@@ -140,7 +140,7 @@ class ServerCalls:
             self._under_way.pop(call, None)
         self._note_answer()
         now_s = time.monotonic()
-        if now_s - began_s > _SAT_OUT_S:
+        if now_s - began_s > _SLOW_CALL_S:
             # The driver has sat something out; the heartbeats of others may not have.
             self.recovered_at_s = now_s
 
@@ -179,7 +179,7 @@ class ServerCalls:
         if self._trouble_since_s is not None:
             return 0.0
         # One operation each on a plain dict: no thread sees it half changed.
-        if any(now_s - began_s > _SAT_OUT_S for began_s in list(self._under_way.values())):
+        if any(now_s - began_s > _SLOW_CALL_S for began_s in list(self._under_way.values())):
             return 0.0
         return now_s - self.recovered_at_s
 

@@ -25,10 +25,10 @@ NEVER: Final = dt.datetime(9999, 12, 31, tzinfo=dt.timezone.utc)
 NOBODY: Final = "__cancelled__"
 #: Longer durations than a hundred years are refused where they are given, and not computed with.
 MAX_DURATION_MS: Final = 100 * 366 * 86_400_000
-#: A driver may need seconds to find a server that has come back, however short the heartbeats are apart.
+#: A driver may need seconds to find a server that is back, however often heartbeats are sent.
 OUTAGE_PATIENCE_MS: Final = 4000
 #: A call that takes longer has met an outage of some kind.
-SAT_OUT_MS: Final = 1000
+SLOW_CALL_MS: Final = 1000
 #: Failed attempts after which a task fails even if its budget is kept per worker.
 WORKER_SCOPE_CAP: Final = 100
 
@@ -152,14 +152,15 @@ def settle(
     released instead. Within *elapsed_since_outage_ms* after an outage of the
     store nothing is settled before the task's own heartbeat interval has passed, and
     `OUTAGE_PATIENCE_MS`, so that a living owner can speak first. A statement that was *sent_at*
-    more than `SAT_OUT_MS` ago has itself sat an outage out, and settles nothing either.
+    more than `SLOW_CALL_MS` ago has itself sat an outage out, and settles nothing either.
     """
     lapsed: list[Expr] = [E_OPEN, {"$lte": ["$$e.ping_expire_time", NOW]}]
     if elapsed_since_outage_ms is not None:
         patience_ms = {"$max": ["$task_option.ping_interval_ms", OUTAGE_PATIENCE_MS]}
         lapsed.append({"$lte": [patience_ms, elapsed_since_outage_ms]})
     if sent_at is not None:
-        lapsed.append({"$lte": [NOW, literal(sent_at + dt.timedelta(milliseconds=SAT_OUT_MS))]})
+        believed_until = sent_at + dt.timedelta(milliseconds=SLOW_CALL_MS)
+        lapsed.append({"$lte": [NOW, literal(believed_until)]})
     interrupted: Expr = {"$and": [{"$eq": ["$$e.interrupted", True]}, *lapsed]}
     as_failed: Expr = {
         "$mergeObjects": [

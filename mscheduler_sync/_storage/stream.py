@@ -2,7 +2,7 @@
 The thread of a change stream: opens it, reads it, opens it anew after any error.
 
 What comes out are hints. A resume token is never trusted to be complete: a stream
-begins from now, and its owner then looks for what was missed.
+begins from now, and its owner then reads what was missed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AWAIT_MS: Final = 1000
 _SILENCE_S: Final = 10.0
 #: How long the server may take to end a getMore that a stop cuts short, in seconds.
 _CUT_SHORT_S: Final = 0.5
-#: Without change streams: look again after this long, in seconds.
+#: Without change streams: try again after this long, in seconds.
 REPROBE_S: Final = 300.0
 
 
