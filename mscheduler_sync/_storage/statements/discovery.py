@@ -172,14 +172,7 @@ def watch_pipeline() -> list[x.Stage]:
             "$project": {
                 "operationType": 1,
                 "documentKey": 1,
-                "fullDocument.key": 1,
-                "fullDocument.due": 1,
-                "fullDocument.routes": 1,
-                "fullDocument.status": 1,
-                "fullDocument.task_option.priority": 1,
-                "fullDocument.task_option.worker_timeout_ms": 1,
-                "fullDocument.task_option.concurrent_worker_cnt": 1,
-                f"fullDocument.{x.ATTEMPTS}.running_id": 1,
+                **{f"fullDocument.{path}": 1 for path in (*_DISCOVERED, "routes", "status")},
                 f"{changed}.due": 1,
                 f"{changed}.status": 1,
             }
