@@ -89,7 +89,7 @@ def _is_settled(consumer: Consumer) -> bool:
 
 
 def _beating() -> int:
-    return sum(thread.name.startswith("ms-beat:") for thread in threading.enumerate())
+    return sum(thread.name.startswith("ms-heartbeat:") for thread in threading.enumerate())
 
 
 def _wait(

@@ -139,12 +139,7 @@ class Assembly:
         )
         self.watcher: Watcher | None = None
         #: In the order of their starting: whoever hands on comes after the one that receives.
-        self.services: list[Service] = [
-            self.writer,
-            self._heartbeats,
-            self.claimer,
-            self.fetcher,
-        ]
+        self.services: list[Service] = [self.writer, self._heartbeats, self.claimer, self.fetcher]
         if settings.watch:
             self.watcher = Watcher(store, routes, intake, horizon, self.fetcher, on_crash)
             self.services.append(self.watcher)
@@ -235,11 +230,11 @@ class Assembly:
         while (now_s := time.monotonic()) < until_s:
             if not asked and now_s >= ask_at_s:
                 asked = True
-                self._running.ask_all_to_end("shutdown")
+                self._running.ask_all_to_end()
             next_s = until_s if asked else ask_at_s
             if self._slots.wait_empty(min(_SLICE_S, max(0.0, next_s - now_s))):
                 return
-        self._running.ask_all_to_end("shutdown")
+        self._running.ask_all_to_end()
 
     def give_back_everything(self, timeout_s: float) -> None:
         self._store.deadline_s = time.monotonic() + timeout_s

@@ -223,8 +223,9 @@ class Claimer(Service):
         if self.stopping or time.monotonic() >= attempt.held_until_s:
             self._give_back((won.key, won.running_id), "shutdown" if self.stopping else "late")
             return False
-        fields = attempt.log_fields("claimed", attempt=attempt.number)
-        _log.debug("a task was claimed", extra=fields)
+        _log.debug(
+            "a task was claimed", extra=attempt.log_fields("claimed", attempt=attempt.number)
+        )
         self._hub.publish(TaskOccupyResult(key=attempt.key, success=True))
         reach("before_submit")
         if not self._start(attempt):

@@ -1,5 +1,7 @@
 """
 How hard others compete for the same tasks, learned from one's own lost claims alone.
+
+The claimer teaches it, and asks how to pick; the intake asks how long to leave new tasks to others.
 """
 
 from __future__ import annotations

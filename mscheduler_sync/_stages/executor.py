@@ -1,5 +1,7 @@
 """
 Calls the function in a pool thread and turns whatever happens into an outcome.
+
+Stands between the claim, from which it gets attempts, and the outcome writer.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class Executor:
         self._lock = threading.Lock()
         # Both under _lock.
         self._waiting: collections.deque[HeldAttempt] = collections.deque()
-        self._on_the_way = False
+        self._thread_coming = False
 
     def submit(self, attempt: HeldAttempt) -> None:
         """
@@ -86,16 +88,16 @@ class Executor:
         Each thread that sets out on an attempt wakes the next. A batch of short attempts is
         so done by few threads, which saves the switches between them.
         """
-        if not self._on_the_way:
+        if not self._thread_coming:
             self._pool.submit(self._work)
-            self._on_the_way = True
+            self._thread_coming = True
 
     def _work(self) -> None:
         arriving = True
         while True:
             with self._lock:
                 if arriving:
-                    self._on_the_way = arriving = False
+                    self._thread_coming = arriving = False
                 if not self._waiting:
                     return
                 attempt = self._waiting.popleft()

@@ -1,9 +1,9 @@
 """
 Pages of tasks that are due now or soon, into the delay queue.
 
-Runs at the start, after a gap in the change stream, when the queue runs low while
+Reads at the start, after a gap in the change stream, when the queue runs low while
 more was there, and at the latest after the horizon: `pass_schedule` decides. Also
-looks up single documents that the change stream named, and repairs derived fields
+reads single documents that the change stream named, and repairs derived fields
 that others left stale.
 """
 
@@ -30,7 +30,7 @@ from mscheduler_sync._storage.store import TaskStore
 
 _log = logger("fetch")
 
-#: Tasks per page, look-ups per query, and the most that a pass reads of one route.
+#: Tasks per page, lookups per query, and the most that a pass reads of one route.
 PAGE, CHUNK, MOST_PER_ROUTE = 1000, 100, 20_000
 #: With fewer due keys than this after a pass, the queue still runs low.
 _LOW_MARK: Final = 100
@@ -146,7 +146,7 @@ class Fetcher(Service):
             return
         try:
             self._store.measure_clock()
-            self._look_up(following.lookups)
+            self._read_documents(following.lookups)
             left_from_s = self._pass() if following.is_pass else float("inf")
         except BaseException:
             with self._changed:
@@ -180,7 +180,7 @@ class Fetcher(Service):
                 self._changed.wait(min(planned, threading.TIMEOUT_MAX))
             return None
 
-    def _look_up(self, lookups: Mapping[object, bool]) -> None:
+    def _read_documents(self, lookups: Mapping[object, bool]) -> None:
         ids = list(lookups)
         for start in range(0, len(ids), CHUNK):
             found = self._store.find(statements.discovered_by_id(ids[start : start + CHUNK]))

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-from mscheduler_sync._runtime.log import LogThrottle, logger
+from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._stages.attempt import HeldAttempt
 from mscheduler_sync._stages.heartbeat import Heartbeat
@@ -49,7 +49,7 @@ class HeartbeatScheduler(Service):
         on_stuck: Callable[[HeldAttempt], None],
         on_crash: CrashHandler,
     ) -> None:
-        super().__init__("heartbeat", f"ms-beat:{worker_id}", _log, on_crash)
+        super().__init__("heartbeat", f"ms-heartbeat:{worker_id}", _log, on_crash)
         self._store = store
         self._worker_id = worker_id
         self._on_stuck = on_stuck
@@ -65,7 +65,6 @@ class HeartbeatScheduler(Service):
         self._idle_senders = 0
         self._numbers = itertools.count(1)
         self._closing = False
-        self.throttle: Final = LogThrottle(30.0)
 
     def add(self, attempt: HeldAttempt) -> None:
         """
@@ -114,11 +113,11 @@ class HeartbeatScheduler(Service):
     def step(self) -> None:
         with self._changed:
             while not self._closing:
-                now_s = time.monotonic()
-                if self._agenda and self._agenda[0][0] <= now_s:
+                next_s = self._agenda[0][0] if self._agenda else float("inf")
+                wait_s = next_s - time.monotonic()
+                if wait_s <= 0:
                     break
-                wait_s = self._agenda[0][0] - now_s if self._agenda else None
-                self._changed.wait(None if wait_s is None else min(wait_s, threading.TIMEOUT_MAX))
+                self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
             if self._closing:
                 return
             _, _, attempt, action = heapq.heappop(self._agenda)
@@ -186,7 +185,7 @@ class HeartbeatScheduler(Service):
                 return
             thread = threading.Thread(
                 target=self._send_for_attempts,
-                name=f"ms-beat:{self._worker_id}_{next(self._numbers)}",
+                name=f"ms-heartbeat:{self._worker_id}_{next(self._numbers)}",
                 daemon=True,
             )
             self._senders.add(thread)
@@ -205,7 +204,7 @@ class HeartbeatScheduler(Service):
         def check_timeout(attempt: HeldAttempt) -> None:
             self._schedule(time.monotonic(), attempt, self._check_timeout)
 
-        return Heartbeat(self._store, attempt, self.health, self.throttle, check_timeout)
+        return Heartbeat(self._store, attempt, self.health, self._log_throttle, check_timeout)
 
     # -- a sending thread --------------------------------------------------------------------
 

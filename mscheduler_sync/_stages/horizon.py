@@ -1,5 +1,7 @@
 """
-How far a pass of the fetcher looks ahead, learned from the leases of the tasks that are discovered.
+How far a pass reads ahead, learned from the leases of the tasks that are discovered.
+
+The intake and the watcher teach it; the fetcher reads and waits by it.
 """
 
 from __future__ import annotations

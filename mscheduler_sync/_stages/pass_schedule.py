@@ -10,7 +10,7 @@ import attrs
 
 from mscheduler_sync._runtime import backoff
 
-#: More look-ups than this at once, and a whole pass is cheaper.
+#: More lookups than this at once, and a whole pass is cheaper.
 MOST_LOOKUPS: Final = 1000
 
 

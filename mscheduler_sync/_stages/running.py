@@ -1,5 +1,8 @@
 """
 The attempts of this consumer, from the claim until nothing more is to be written for them.
+
+The claimer starts them here, the executor says when their functions have ended, and the outcome
+writer when they are settled.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from mscheduler_sync._stages.executor import Executor
 from mscheduler_sync._stages.heartbeat_scheduler import HeartbeatScheduler
 from mscheduler_sync._stages.outcome import OutcomeWriter
 from mscheduler_sync._stages.pending import Verdict
-from mscheduler_sync.context import Reason
 
 _log = logger("execute")
 
@@ -181,10 +183,6 @@ class RunningAttempts:
             if attempt.key == key:
                 self._heartbeats.send_now(attempt)
 
-    def keys(self) -> list[str]:
-        with self._lock:
-            return [attempt.key for attempt in self._held.values()]
-
     def stuck_keys(self) -> list[str]:
         """
         Tasks whose functions run on after their time-out.
@@ -201,12 +199,12 @@ class RunningAttempts:
 
     # -- stopping ----------------------------------------------------------------------------
 
-    def ask_all_to_end(self, reason: Reason) -> None:
+    def ask_all_to_end(self) -> None:
         """
         Ask all running functions to end.
         """
         for attempt in self._unended():
-            attempt.ask_to_end(reason, "the consumer stops")
+            attempt.ask_to_end("shutdown", "the consumer stops")
 
     def abandon(self, outcome: Interrupted | Released) -> list[HeldAttempt]:
         """

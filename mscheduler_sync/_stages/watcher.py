@@ -1,8 +1,8 @@
 """
-The change stream: hints that some task may be claimable.
+The change stream: hints that some task may be claimable, for the intake and the fetcher.
 
 Everything stays right without it, only slower. It is opened anew after any error,
-from now, and the fetcher then looks for what was missed: a resume token is never
+from now, and the fetcher then reads what was missed: a resume token is never
 trusted to be complete.
 """
 

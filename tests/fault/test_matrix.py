@@ -68,12 +68,12 @@ def _reads_due(command: Mapping[str, Any]) -> bool:
 
 WRITES = (
     Part("claim", "claim", "update", "idle"),
-    Part("heartbeat", "beat", "update", "while it runs"),
+    Part("heartbeat", "heartbeat", "update", "while it runs"),
     Part("outcome", "outcome", "update", "at its end"),
 )
 READS = (
     Part("read-back", "claim", "find", "idle", _reads_attempt),
-    Part("heartbeat's look", "beat", "find", "while it runs"),
+    Part("heartbeat's look", "heartbeat", "find", "while it runs"),
     Part("due query", "fetch", "find", "before the start", _reads_due),
     Part("stream's opening", "watch", "aggregate", "before the start"),
     Part("stream", "watch", "getMore", "before the start"),
@@ -135,7 +135,7 @@ def play(scene: Scene, part: Part, faults: list[Fault]) -> None:
     """
     Run tasks until *part* has met *faults*: one, unless another part's command got in between.
     """
-    options = SHORT if BLOCKED in faults or part.thread == "beat" else {}
+    options = SHORT if BLOCKED in faults or part.thread == "heartbeat" else {}
     rule = scene.app.hit(part.thread, part.command, *faults, when=part.only)
     if part.sent != "before the start":
         rule.hold()
@@ -232,7 +232,11 @@ def test_every_command_fails_for_a_while(
             scene.gate(running[0]).set()
             for key in waiting:
                 scene.send(key)
-            for part, command in [("beat", "update"), ("outcome", "update"), ("watch", "getMore")]:
+            for part, command in [
+                ("heartbeat", "update"),
+                ("outcome", "update"),
+                ("watch", "getMore"),
+            ]:
                 wait_until(partial(has_met, scene, part, command, number), f"{part} meets it")
         scene.open_all()
         for key in (*running, *waiting):

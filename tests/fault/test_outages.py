@@ -344,7 +344,9 @@ def test_a_small_connection_pool(
                     scene.send(key, "wait", lease=5, heartbeat=1)
                 for key in keys:
                     scene.witness.wait_begun(key)
-                wait_until(lambda: len(scene.app.log.of("beat", "update")) >= 18, "18 heartbeats")
+                wait_until(
+                    lambda: len(scene.app.log.of("heartbeat", "update")) >= 18, "18 heartbeats"
+                )
                 scene.open_all()
                 for key in keys:
                     scene.wait_status(key, "succeeded")

@@ -228,7 +228,7 @@ def test_a_function_left_behind_leaves_no_beating_thread(
     wait_until(lambda: consumer.running_count == 1, "it runs")
     # A change by somebody else begins the beating at once.
     producer.update("one", tags=["changed"])
-    beaters = f"ms-beat:{consumer.worker_id}_"
+    beaters = f"ms-heartbeat:{consumer.worker_id}_"
     wait_until(
         lambda: any(thread.name.startswith(beaters) for thread in threading.enumerate()),
         "a thread beats",
@@ -276,7 +276,7 @@ def test_no_exception_costs_a_thread_or_a_slot(producer: Producer, collection: T
         assert consumer.run_until_idle(60)
         assert producer.count(status="succeeded") == 40
         # Some more than slots: a thread that beats, or ran a function, may be a moment behind.
-        beating = [t.name for t in threading.enumerate() if t.name.startswith("ms-beat")]
+        beating = [t.name for t in threading.enumerate() if t.name.startswith("ms-heartbeat")]
         assert len(beating) <= 20, beating
 
 

@@ -366,6 +366,12 @@ def logged_events() -> Iterator[tuple[str, str, set[str]]]:
                 event = extra.values[keys.index("event")]
                 if isinstance(event, ast.Constant):
                     yield str(event.value), call.func.attr.upper(), {str(k) for k in keys if k}
+            elif isinstance(extra, ast.Call):
+                # `HeldAttempt.log_fields`: the event, then the fields that it adds to its own.
+                (event,) = extra.args
+                if isinstance(event, ast.Constant):
+                    added = {str(keyword.arg) for keyword in extra.keywords}
+                    yield str(event.value), call.func.attr.upper(), added
 
 
 def test_every_public_name_is_mentioned() -> None:

@@ -55,7 +55,7 @@ def measured(child: Child, producer: Producer) -> tuple[float, int, int]:
     """
     taken: dict[str, Any] = producer.result(producer.send(None, "measure", priority=9).key, 60)
     # Threads that beat come and go.
-    threads = sum(n for kind, n in taken["threads"].items() if kind != "ms-beat")
+    threads = sum(n for kind, n in taken["threads"].items() if kind != "ms-heartbeat")
     return rss_mb(child), threads, taken["connections"]
 
 
