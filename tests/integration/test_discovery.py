@@ -263,18 +263,18 @@ def test_later_tasks_do_not_hold_up_what_is_due(
     producer.send_many([(f"due {n}", n) for n in range(130)])
     with consumer_of(collection, lambda _: may_end.wait(30), STREAM) as consumer:
         wait_until(lambda: consumer.running_count == 8, "all slots are taken", 20)
-        # Within reach of the look that was just taken; the next one comes when these are due.
+        # Within reach of the pass that was just made; the next one comes when these are due.
         producer.send_many([(f"later {n}", n) for n in range(120)], delay=28)
         wait_until(lambda: consumer.health().queue_length >= 120 + 40, "those are queued", 20)
         may_end.set()
         wait_until(lambda: producer.count(status="succeeded") >= 130, "what is due is run", 20)
 
 
-def test_tasks_for_soon_cause_no_storm_of_looks(
+def test_tasks_for_soon_cause_no_storm_of_passes(
     collection: Tasks, producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """
-    More than a page that is due one after the other: a look when the next page begins, no more.
+    More than a page that is due one after the other: a pass when the next page begins, no more.
     """
     monkeypatch.setattr("mscheduler_sync._stages.fetcher.PAGE", 50)
     producer.send_many([(f"k{n}", n, {"delay": 1 + n * 0.02}) for n in range(200)])
@@ -284,9 +284,9 @@ def test_tasks_for_soon_cause_no_storm_of_looks(
         assert consumer._assembly.fetcher._schedule.passes <= 20
 
 
-def test_low_mark_waits_for_the_end_of_a_look(collection: Tasks) -> None:
+def test_low_mark_waits_for_the_end_of_a_pass(collection: Tasks) -> None:
     """
-    Said while a look ends, it is not said in vain.
+    Said while a pass ends, it is not said in vain.
     """
     with consumer_of(collection, echo, STREAM) as consumer:
         wait_ready(consumer)
