@@ -515,7 +515,7 @@ def test_a_node_that_could_not_start_is_closed() -> None:
             node.start()
         began_s = time.monotonic()
         assert node.close().left == ()
-        assert time.monotonic() - began_s < 1
+        assert time.monotonic() - began_s < 5
         assert node.state == "closed"
 
 

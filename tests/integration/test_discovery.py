@@ -334,9 +334,9 @@ def test_lone_consumer_competes_with_nobody(
     """
     caplog.set_level("DEBUG", logger="mscheduler_sync")
     monkeypatch.setattr("mscheduler_sync._stages.fetcher.PAGE", 30)
-    producer.send_many([(f"k{n}", n) for n in range(500)])
+    producer.send_many([(f"k{n}", n) for n in range(250)])
     with consumer_of(collection, echo, found_by) as consumer:
-        wait_until(lambda: producer.count(status="succeeded") == 500, "all are run", 60)
+        wait_until(lambda: producer.count(status="succeeded") == 250, "all are run", 60)
         assert consumer.run_until_idle(20)
     lost = [r.__dict__ for r in caplog.records if r.__dict__.get("event") == "claims_lost"]
     # A claimer that is held up between taking keys and saying so may lose a batch all the same.

@@ -158,6 +158,7 @@ def test_leaving_hands_the_jobs_over(
     first, second = make(), make()
     worker = first.add_worker(Member(recorder))
     other = second.add_worker(Member(recorder))
+    acquainted(database, first, second)
     for key in keys:
         second.dispatch(key)
     mine = sorted(job.key for job in worker.jobs())
@@ -328,7 +329,8 @@ def test_a_stop_that_hangs_does_not_hold_the_close(
     began = time.monotonic()
     try:
         report = first.close(1.0)
-        assert time.monotonic() - began < 2.5
+        # Not the half minute that the handler takes.
+        assert time.monotonic() - began < 10
         assert report.left == ("a",)
         assert any("ms-exec" in name for name in report.threads)
         with second.subscribe(DeadNodeRemoved) as removed:

@@ -87,10 +87,10 @@ class CountingHandler:
         self._thread.join()
 
     def _loop(self) -> None:
-        while not self._stop.wait(0.05):
+        while not self._stop.wait(0.1):
             with self._lock:
                 jobs = list(self._jobs.values())
-            for job, run_id in random.sample(jobs, min(len(jobs), 20)):
+            for job, run_id in random.sample(jobs, min(len(jobs), 5)):
                 with contextlib.suppress(PyMongoError):
                     self._counters.raise_(job.key, job.fence, run_id)
 
