@@ -14,9 +14,11 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar, cast
 
 import pytest
+from bson.raw_bson import RawBSONDocument
 from pymongo.database import Database
 
 from mscheduler_sync import RetryLater, StoreUnavailable
+from mscheduler_sync._storage.statement import Delete, Find, Update
 from mscheduler_sync.pool import Job, JobStarted, Node, statements
 from mscheduler_sync.pool.ring import hash_of, jump_hash
 from mscheduler_sync.pool.store import PoolStore
@@ -53,24 +55,26 @@ class StepStore(PoolStore):
         sent.append(f"{kind} {where}")
         if len(sent) - 1 != self.at or self.fault is None:
             return send()
-        if kind != "read":
+        if kind != "find":
             self.again = send
         return cast("_T", self.fault(send))
 
-    def ensure_indexes(self) -> None:
+    def ensure_indexes(self, *, max_age_s: float = 0.0) -> None:
         """
         None: a scene has a handful of documents.
         """
 
-    def write(self, statement: Any, **options: Any) -> tuple[int, int]:
-        send = functools.partial(super().write, statement, **options)
-        return self._meet("write", statement.where, send)
+    def find(self, query: Find, **options: Any) -> list[RawBSONDocument]:
+        send = functools.partial(super().find, query, **options)
+        return self._meet("find", query.collection, send)
 
-    def remove(self, statement: Any) -> int:
-        return self._meet("remove", statement.where, functools.partial(super().remove, statement))
+    def update(self, statement: Update, **options: Any) -> tuple[int, int]:
+        send = functools.partial(super().update, statement, **options)
+        return self._meet("update", statement.collection, send)
 
-    def read_raw(self, query: Any) -> Any:
-        return self._meet("read", query.where, functools.partial(super().read_raw, query))
+    def delete(self, statement: Delete, **options: Any) -> int:
+        send = functools.partial(super().delete, statement, **options)
+        return self._meet("delete", statement.collection, send)
 
 
 class ByHand:
@@ -107,7 +111,8 @@ class Member:
         self.running: dict[str, int] = {}
         self.engine.enter()
         self.engine.add_worker(self)
-        self.step()
+        # Only when a scene says so.
+        self.engine.control._next_reap_s = float("inf")
 
     # -- the handler -------------------------------------------------------------------------
 
@@ -172,17 +177,19 @@ class Scene:
         # The slot of this key is the first one of up to three.
         self.key = next(key for key in map(str, range(100)) if jump_hash(hash_of(key), 3) == 0)
 
-    def join(self) -> None:
-        self.members.append(Member(self))
+    def join(self, count: int) -> None:
+        self.members = [Member(self) for _ in range(count)]
         for member in self.members:
-            member.step()
+            member.engine.view.refresh()
 
     def dispatch(self) -> None:
         store = self.members[0].store
         job = statements.jobs.new_job(
             "p", self.key, 1, now=store.clock.now(), dispatch_id="d", node="x", epoch=0
         )
-        store.insert_job({**job, "created_at": LONG_AGO, "not_before": LONG_AGO})
+        store.insert(
+            statements.jobs.insert({**job, "created_at": LONG_AGO, "not_before": LONG_AGO})
+        )
 
     def running(self, member: Member) -> None:
         """
@@ -257,14 +264,11 @@ class Scene:
 @pytest.fixture
 def scene(database: Database[Document], monkeypatch: pytest.MonkeyPatch) -> Scene:
     """
-    Two nodes by hand.
+    A scene whose nodes have no threads.
     """
     monkeypatch.setattr("mscheduler_sync.pool.engine.PoolStore", StepStore)
     monkeypatch.setattr("mscheduler_sync.pool.runner.KeyedExecutor", ByHand)
-    scene = Scene(database)
-    scene.join()
-    scene.join()
-    return scene
+    return Scene(database)
 
 
 #: The node is taken for dead before a statement or after it; or its lease's thread has found out.
@@ -330,6 +334,7 @@ def test_a_job_is_claimed_and_started(scene: Scene, at: int, fault: str) -> None
     """
     Whatever happens in between, it runs in one place in the end, and each start has its own fence.
     """
+    scene.join(2)
     scene.dispatch()
     first = scene.members[0]
     with first.node.subscribe(JobStarted) as told:
@@ -351,10 +356,11 @@ def test_a_job_is_stopped_by_request(scene: Scene, at: int, fault: str) -> None:
     """
     In the end it is gone, runs nowhere, and never starts again once its stop was asked for.
     """
+    scene.join(2)
     first = scene.members[0]
     scene.running(first)
     store = first.store
-    store.write(statements.jobs.ask_stop(f"p\x1f{scene.key}", "d", "s", "x"))
+    store.update(statements.jobs.ask_stop(f"p\x1f{scene.key}", "d", "s", "x"))
     play(scene, first, fault, at, first.step)
     scene.settle(scene.is_gone)
     assert len(scene.starts) == 1
@@ -365,11 +371,12 @@ def test_notifications_are_delivered(scene: Scene, at: int, fault: str) -> None:
     """
     All, in order, at least once; those that were taken are not delivered to a next owner.
     """
+    scene.join(2)
     first = scene.members[0]
     scene.running(first)
     for number in (1, 2):
         push = statements.jobs.push(f"p\x1f{scene.key}", f"t{number}", number, 1)
-        first.store.write(push)
+        first.store.update(push)
     play(scene, first, fault, at, first.step)
 
     def is_done() -> bool:
@@ -387,6 +394,7 @@ def test_a_job_is_released(scene: Scene, at: int, fault: str) -> None:
     """
     It is stopped before, and starts again, under another fence.
     """
+    scene.join(2)
     first = scene.members[0]
     scene.running(first)
     held = first.engine.held.all()
@@ -405,6 +413,7 @@ def test_a_first_start_fails(scene: Scene, at: int, fault: str) -> None:
     """
     Its dispatcher finds the verdict, or else the job runs: never both, never neither.
     """
+    scene.join(2)
     scene.errors.append(OSError("no"))
     scene.dispatch()
     first = scene.members[0]
@@ -420,6 +429,7 @@ def test_a_start_asks_for_another_try(scene: Scene, at: int, fault: str) -> None
     """
     It gets it, under another fence.
     """
+    scene.join(2)
     scene.errors.append(RetryLater(0))
     scene.dispatch()
     first = scene.members[0]
@@ -437,7 +447,7 @@ def test_a_dead_node_is_removed(scene: Scene, at: int, fault: str) -> None:
     """
     Its job runs elsewhere, once, whoever of the others finds it dead, and wherever that one stops.
     """
-    scene.join()
+    scene.join(3)
     dead, reaper, _ = scene.members
     scene.running(dead)
     scene.leave_dead(dead)
@@ -453,17 +463,19 @@ def test_the_statements_of_each_step(scene: Scene) -> None:
     """
     The scenes above name the statements that are really sent.
     """
+    scene.join(2)
     first, other = scene.members
     scene.dispatch()
     first.store.arm(-1, None)
     first.step()
-    poll = ["read pools", "read jobs", "read jobs"]
-    assert first.store.sent == [*poll, "write jobs", "read jobs", "write jobs"]
+    poll = ["find pools", "find jobs", "find jobs"]
+    assert first.store.sent == [*poll, "update jobs", "find jobs", "update jobs"]
     scene.leave_dead(first)
     other.store.arm(-1, None)
     other.step(sweep=True)
     assert other.store.sent == [
         *poll,
-        *("read pools", "read workers", "read jobs", "read nodes", "write nodes", "read nodes"),
-        *("read workers", "write pools", "read pools", "write jobs", "remove workers", "read jobs"),
+        *("find pools", "find workers", "find jobs", "find nodes", "update nodes", "find nodes"),
+        *("find workers", "update pools", "find pools", "update jobs", "delete workers"),
+        "find jobs",
     ]
