@@ -28,6 +28,7 @@ from mscheduler_sync._storage.expressions import (
 from mscheduler_sync.errors import InvalidTask
 
 Status = Literal["waiting", "running", "succeeded", "failed", "cancelled"]
+Ended = Literal["succeeded", "failed", "cancelled"]
 STATUSES: Final[tuple[Status, ...]] = ("waiting", "running", "succeeded", "failed", "cancelled")
 
 
@@ -252,6 +253,26 @@ def decode_fields(document: RawBSONDocument) -> dict[str, Any]:
     except (BSONError, ValueError, OverflowError) as error:
         problem = f"cannot be decoded: {error}"
         raise InvalidTask(None, DOCUMENT, problem) from error
+
+
+def ended_by(fields: Mapping[str, Any], running_id: str) -> Ended | None:
+    """
+    Return the status in which a task has ended, if a statement about *running_id* has ended it.
+
+    None: it has not ended, or by another statement. *fields* have what `statements.ENDING` asks
+    for, and the ids of the attempts.
+    """
+    status = fields.get("status")
+    if status not in TERMINAL:
+        return None
+    finisher = fields.get("finished_by")
+    if finisher is None and status == SUCCEEDED:
+        # A plain task: its only attempt.
+        state = fields.get("task_state")
+        elements = state.get("worker_states") if isinstance(state, Mapping) else None
+        if isinstance(elements, list) and len(elements) == 1 and isinstance(elements[0], Mapping):
+            finisher = elements[0].get("running_id")
+    return status if finisher == running_id else None
 
 
 def read_options(fields: Mapping[str, Any]) -> TaskOptions:

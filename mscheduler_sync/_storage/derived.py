@@ -155,19 +155,30 @@ def _with_another(may_add: Expr, lease_end: Expr) -> Expr:
     return _let({"free": IS_FREE}, {"$cond": [may_add, added, _AS_IT_STANDS]})
 
 
-def derive(*, may_add: Expr = None, added: Expr = None, lease_end: Expr = None) -> list[Stage]:
+def derive(
+    *, by: Expr = None, may_add: Expr = None, added: Expr = None, lease_end: Expr = None
+) -> list[Stage]:
     """
     Set the derived fields.
+
+    And ``finished_by``, which comes and goes with ``finished_at`` but is none of them: *by*, the
+    id of the attempt that a statement ends or claims, where this very statement ends the task.
 
     A claim adds an attempt in the same breath: *added*, with the lease *lease_end*, where
     *may_add* holds. That condition may use ``$$free`` (see `IS_FREE`) and ``$$ready`` (from when
     the next attempt may start).
     """
     adds = may_add is not None
+    # In one stage every expression sees the status that stood before.
+    had_ended = {"$in": ["$status", list(x.TERMINAL)]}
+    finisher = "$finished_by" if by is None else {"$cond": [had_ended, "$finished_by", by]}
     fields: dict[str, Expr] = {
         "status": "$_derived.status",
         "due": "$_derived.due",
         "finished_at": {"$ifNull": ["$_derived.ended_at", "$$REMOVE"]},
+        "finished_by": {
+            "$cond": [{"$in": ["$_derived.status", list(x.TERMINAL)]}, finisher, "$$REMOVE"]
+        },
         "expire_at": expiry("$_derived.ended_at"),
     }
     if adds:

@@ -104,7 +104,7 @@ def _claim_plain(case: Case, **conditions: Any) -> Claim:
     if claim.refusal is None:
         return claim if is_plain else Claim(document, "not plain")
     if is_plain and claim.refusal == "not due":
-        ends = ("finished_at", "expire_at")
+        ends = ("finished_at", "finished_by", "expire_at")
         document = {name: value for name, value in document.items() if name not in ends}
     return Claim(document, claim.refusal)
 

@@ -112,14 +112,18 @@ def test_successes_of_plain_tasks(table: Table, together: bool, progress: object
     def expect(case: Case) -> Document:
         if not is_plain(case):
             return case.document
-        return oracle.succeed(case.document, case.running_id, _returns(case), progress=progress)
+        after = oracle.succeed(case.document, case.running_id, _returns(case), progress=progress)
+        if "finished_by" not in case.document:
+            # Of a task with one attempt nobody need ask who has ended it.
+            after.pop("finished_by", None)
+        return after
 
     table.run(make, together=together)
     found = table.documents()
     for case in table.cases:
         problem = oracle.difference(expect(case), found[case.key], table.earliest, table.latest)
         assert problem is None, (problem, case.document, found[case.key])
-    done = [case for case in table.cases if expect(case) is not case.document]
+    done = [case for case in table.cases if is_plain(case)]
     assert sum(oracle.open_attempt(c.document, c.running_id) is not None for c in done) >= 8
     assert any("expire_at" in found[case.key] for case in done)
     table.check_repeating_changes_nothing(make, together=together)

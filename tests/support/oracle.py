@@ -202,14 +202,19 @@ def routes_of(document: Document) -> str | list[str]:
     return "*" if name is None else ["*n", f"={name}"]
 
 
-def _derive(document: Document) -> Document:
+def _derive(document: Document, by: str | None = None) -> Document:
     """
-    Set what follows from the rest of the document.
+    Set what follows from the rest of the document; *by* is the attempt of an ending statement.
     """
+    had_ended = document.get("status") in ENDED
     for field in ("finished_at", "expire_at"):
         document.pop(field, None)
     document["status"] = status_of(document)
     document["due"] = due_of(document)
+    if document["status"] not in ENDED:
+        document.pop("finished_by", None)
+    elif by is not None and not had_ended:
+        document["finished_by"] = by
     ended_at = ended_at_of(document)
     if ended_at is not None:
         document["finished_at"] = ended_at
@@ -267,7 +272,7 @@ def claim(
                 "claim_time": Now(),
             }
         )
-    return Claim(_derive(after), refusal)
+    return Claim(_derive(after, running_id), refusal)
 
 
 def _settle(document: Document, since_outage_ms: float | None) -> None:
@@ -310,14 +315,18 @@ def _refusal(document: Document, worker_id: str) -> str | None:
 
 
 def _to_open_attempt(
-    document: Document, running_id: str, change: Callable[[Document, Document], None]
+    document: Document,
+    running_id: str,
+    change: Callable[[Document, Document], None],
+    *,
+    ends: bool = True,
 ) -> Document:
     after = copy.deepcopy(document)
     attempt = open_attempt(after, running_id)
     if attempt is None:
         return after
     change(after, attempt)
-    return _derive(after)
+    return _derive(after, running_id if ends else None)
 
 
 def heartbeat(document: Document, running_id: str, *, progress: object = None) -> Document:
@@ -329,7 +338,7 @@ def heartbeat(document: Document, running_id: str, *, progress: object = None) -
         if progress is not None:
             after["progress"] = progress
 
-    return _to_open_attempt(document, running_id, change)
+    return _to_open_attempt(document, running_id, change, ends=False)
 
 
 def succeed(
@@ -372,7 +381,7 @@ def snooze(document: Document, running_id: str, delay_ms: int) -> Document:
 
 def mark_interrupted(document: Document, running_id: str) -> Document:
     return _to_open_attempt(
-        document, running_id, lambda _, attempt: attempt.update(interrupted=True)
+        document, running_id, lambda _, attempt: attempt.update(interrupted=True), ends=False
     )
 
 
@@ -386,7 +395,7 @@ def repair(document: Document) -> Document:
 
 
 def cancel(document: Document) -> Document:
-    after = copy.deepcopy(document)
+    after = repair(document)
     option = after["task_option"]
     if not is_cancelled(after) and status_of(after) not in ENDED:
         after["cancel"] = {"time": Now(), "worker_ids": option.get("specific_worker_ids")}
@@ -406,7 +415,7 @@ def resend(
     clean_success: bool,
     clean_failed: bool,
 ) -> Document:
-    after = copy.deepcopy(document)
+    after = repair(document)
     runs = any(is_open(attempt) and not is_expired(attempt) for attempt in attempts_of(after))
     if after.get("send_id") == send_id or (only_if_idle and runs):
         return repair(after)

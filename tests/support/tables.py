@@ -155,6 +155,8 @@ def documents(draw: st.DrawFn) -> Document:
         "expire_at": draw(maybe(future)),
     }
     document.update({name: value for name, value in facts.items() if value is not None})
+    if document.get("status") in oracle.ENDED and "finished_at" in document:
+        document["finished_by"] = "an earlier attempt"
     if draw(st.sampled_from([True] + [False] * 7)):
         option = document["task_option"]
         document["cancel"] = {
@@ -243,7 +245,7 @@ CHOSEN: Final = [
     plain(specific_worker_ids=["w1"]),
     plain(specific_worker_ids=["w1", ME]),
     plain(status="waiting"),
-    plain(status="waiting", finished_at=PAST, expire_at=PAST),
+    plain(status="waiting", finished_at=PAST, finished_by="an earlier attempt", expire_at=PAST),
     plain(status="waiting", name="a", retry={"scope": "worker"}),
     plain(status="waiting", specific_worker_ids=["w1"]),
     plain(status="waiting", specific_worker_ids=["w1", ME]),

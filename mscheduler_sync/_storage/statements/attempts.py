@@ -13,7 +13,7 @@ import attrs
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage.derived import DERIVED, derive
 from mscheduler_sync._storage.statement import Document, Find, Update
-from mscheduler_sync._storage.statements.base import READABLE, TASKS, of_tasks, one_or_in
+from mscheduler_sync._storage.statements.base import ENDING, READABLE, TASKS, of_tasks, one_or_in
 from mscheduler_sync._storage.statements.discovery import allowed_to, eligible_name
 
 #: A call's time-out and some slack, in milliseconds.
@@ -73,7 +73,12 @@ def claim(
             *x.settle(
                 EXPIRED_REASON, elapsed_since_outage_ms=elapsed_since_outage_ms, sent_at=sent_at
             ),
-            *derive(may_add=may, added=attempt, lease_end=lease_end),
+            *derive(
+                by=_running_id(keys, running_ids),
+                may_add=may,
+                added=attempt,
+                lease_end=lease_end,
+            ),
         ],
     )
 
@@ -85,13 +90,20 @@ def new_attempt(
     The element that a claim of *keys* adds to the task at hand.
     """
     return {
-        "running_id": x.one_of(running_ids, x.position_of_task(keys)),
+        "running_id": _running_id(keys, running_ids),
         "worker_id": x.literal(worker_id),
         "ping_expire_time": lease_end,
         "success_time": None,
         "fail_time": None,
         "claim_time": x.NOW,
     }
+
+
+def _running_id(keys: Sequence[str], running_ids: Sequence[str]) -> x.Expr:
+    """
+    The one of *running_ids* that goes with the task at hand.
+    """
+    return x.one_of(running_ids, x.position_of_task(keys))
 
 
 def answered_by(sent_at: dt.datetime | None) -> x.Expr:
@@ -125,16 +137,19 @@ def split(refs: Sequence[Ref]) -> tuple[list[str], list[str]]:
     return [key for key, _ in refs], [running_id for _, running_id in refs]
 
 
-def _of_open_attempts(refs: Sequence[Ref], facts: Document) -> Update:
+def _of_open_attempts(refs: Sequence[Ref], facts: Document, *, ends: bool = True) -> Update:
     """
-    Set *facts* in each task whose attempt is open.
+    Set *facts* in each task whose attempt is open; where that *ends* it, perhaps the task too.
     """
     keys, running_ids = split(refs)
     is_open = {"running_id": {"$in": running_ids}, "success_time": None, "fail_time": None}
     return of_tasks(
         keys,
         {x.ATTEMPTS: {**READABLE[x.ATTEMPTS], "$elemMatch": is_open}},
-        [{"$set": facts}, *DERIVED],
+        [
+            {"$set": facts},
+            *(derive(by=_running_id(keys, running_ids)) if ends else DERIVED),
+        ],
     )
 
 
@@ -154,6 +169,7 @@ def heartbeat(refs: Sequence[Ref], *, progress: object = None) -> Update:
             "heartbeat_at": x.NOW,
             **_progress(progress),
         },
+        ends=False,
     )
 
 
@@ -163,7 +179,7 @@ def _progress(progress: object) -> Document:
 
 def attempt_state(keys: Sequence[str]) -> Find:
     """
-    What a heartbeat must learn of its tasks: the attempts, options and a cancel request.
+    What must be learned of running tasks: attempts, options, a cancel request, who ended them.
     """
     return Find(
         TASKS,
@@ -175,6 +191,7 @@ def attempt_state(keys: Sequence[str]) -> Find:
             "retry": 1,
             "timeout_ms": 1,
             "keep_ms": 1,
+            **ENDING,
             f"{x.ATTEMPTS}.running_id": 1,
             f"{x.ATTEMPTS}.worker_id": 1,
             f"{x.ATTEMPTS}.success_time": 1,
@@ -267,7 +284,7 @@ def mark_interrupted(refs: Sequence[Ref], *, progress: object = None) -> Update:
     """
     _, running_ids = split(refs)
     attempts = x.replace_attempts(running_ids, {"interrupted": True})
-    return _of_open_attempts(refs, {x.ATTEMPTS: attempts, **_progress(progress)})
+    return _of_open_attempts(refs, {x.ATTEMPTS: attempts, **_progress(progress)}, ends=False)
 
 
 def repair(keys: Sequence[str]) -> Update:

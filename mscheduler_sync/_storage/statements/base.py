@@ -13,6 +13,9 @@ from mscheduler_sync._storage.statement import Document, Update
 #: The collection of the tasks in statements.
 TASKS: Final = "tasks"
 
+#: What `model.ended_by` reads, beside the ids of the attempts.
+ENDING: Final[Document] = {"status": 1, "finished_by": 1}
+
 #: What the expressions rely on; a document that fails it is left alone.
 READABLE: Final[Document] = {
     x.ATTEMPTS: {"$type": "array"},

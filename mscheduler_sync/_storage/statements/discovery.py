@@ -10,7 +10,7 @@ from typing import Final
 
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage.statement import Document, Find, Index
-from mscheduler_sync._storage.statements.base import TASKS, one_or_in
+from mscheduler_sync._storage.statements.base import ENDING, TASKS, one_or_in
 
 #: The crate's own two indexes coexist: same name and options for ``key``.
 INDEXES: Final = (
@@ -111,13 +111,13 @@ def discovered_by_id(ids: Sequence[object]) -> Find:
 
 def discovered_by_key(keys: Sequence[str]) -> Find:
     """
-    What discovery needs to know of the tasks *keys* (at most 100). Index: key.
+    What discovery needs to know of the tasks *keys* (at most 100), and who ended them. Index: key.
     """
     return _discovered({"key": one_or_in(keys)}, len(keys))
 
 
 def _discovered(condition: Document, limit: int) -> Find:
-    return Find(TASKS, condition, {**_DISCOVERED, "routes": 1}, limit=limit)
+    return Find(TASKS, condition, {**_DISCOVERED, "routes": 1, **ENDING}, limit=limit)
 
 
 def whole(keys: Sequence[str]) -> Find:

@@ -76,7 +76,7 @@ def claim_plain(
                 }
             },
             # What is waiting has no end; another program may have left one there.
-            {"$unset": ["_may", "finished_at", "expire_at"]},
+            {"$unset": ["_may", "finished_at", "finished_by", "expire_at"]},
         ],
     )
 
@@ -86,6 +86,8 @@ def succeed_plain(
 ) -> Update:
     """
     End the attempts as succeeded where each is the only one of a task for one worker.
+
+    It leaves no ``finished_by``: of a task with one attempt nobody need ask who ended it.
     """
     keys, running_ids = split(refs)
     changes = success(running_ids, returns)
