@@ -16,12 +16,13 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mscheduler_sync import (
+    AttemptEnded,
+    AttemptStarted,
     Consumer,
     Event,
-    MarkSuccess,
     Producer,
-    TaskExecuteResult,
-    TaskOccupyResult,
+    TaskFinished,
+    TaskSucceeded,
 )
 from mscheduler_sync.embedded import open_server
 
@@ -34,18 +35,19 @@ def run(tasks: Collection[Any]) -> None:
     producer = Producer(tasks)
     with Consumer(tasks, double, max_workers=2) as consumer:
         # Subscribe before you act: whatever happens from then on is kept until you read it.
-        with consumer.subscribe(TaskOccupyResult, MarkSuccess, TaskExecuteResult) as events:
+        kinds = (AttemptStarted, TaskSucceeded, AttemptEnded, TaskFinished)
+        with consumer.subscribe(*kinds) as events:
             producer.send("double:21", {"number": 21})
             for event in events:
                 print(f"{type(event).__name__} of {event.key}")
-                if isinstance(event, TaskExecuteResult):
+                if isinstance(event, TaskFinished):
                     break
         # An event about a write comes after the write is stored.
         print("result:", producer.result("double:21", timeout=0))
 
         # The short form hears what happens from the call on, so it suits what comes later.
         def failed(event: Event) -> bool:
-            return isinstance(event, TaskExecuteResult) and not event.success
+            return isinstance(event, AttemptEnded) and not event.succeeded
 
         producer.send("double:?", {}, delay=1)
         seen = consumer.wait_for_event(failed, timeout=30)

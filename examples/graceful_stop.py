@@ -15,7 +15,7 @@ from typing import Any
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
-from mscheduler_sync import Consumer, Producer, TaskContext, TaskOccupyResult
+from mscheduler_sync import AttemptStarted, Consumer, Producer, TaskContext
 from mscheduler_sync.embedded import open_server
 
 PAGES = 20
@@ -37,7 +37,7 @@ def run(tasks: Collection[Any]) -> None:
 
     producer.send("copy:atlas", {"book": "atlas"}, heartbeat=0.2)
     first = Consumer(tasks, copy_pages, worker_id="first")
-    with first.subscribe(TaskOccupyResult) as claims, first:
+    with first.subscribe(AttemptStarted) as claims, first:
         claims.get(timeout=30)
         # A task may go on for most of the time-out; after three quarters of it, it is asked to end.
         report = first.stop(timeout=1)

@@ -32,17 +32,19 @@ from mscheduler_sync.errors import (
     TaskRunning,
 )
 from mscheduler_sync.events import (
+    AttemptEnded,
     AttemptLost,
     AttemptReleased,
+    AttemptStarted,
+    ClaimUndecided,
     ConsumerStateChanged,
     Event,
-    MarkSuccess,
+    QueueEmpty,
     Subscription,
-    TaskExecuteResult,
-    TaskOccupyResult,
-    TaskSetAside,
-    WaitOccupy,
-    WaitOccupyQueueEmpty,
+    TaskFinished,
+    TaskFound,
+    TaskQuarantined,
+    TaskSucceeded,
 )
 from mscheduler_sync.health import ComponentReport, Health
 from mscheduler_sync.model import Attempt, Status, Task, TaskOptions
@@ -76,14 +78,16 @@ __all__ = [  # noqa: RUF022 - grouped by purpose
     # events
     "Subscription",
     "Event",
-    "WaitOccupy",
-    "WaitOccupyQueueEmpty",
-    "TaskOccupyResult",
-    "TaskExecuteResult",
-    "MarkSuccess",
+    "TaskFound",
+    "QueueEmpty",
+    "ClaimUndecided",
+    "AttemptStarted",
+    "AttemptEnded",
     "AttemptLost",
     "AttemptReleased",
-    "TaskSetAside",
+    "TaskSucceeded",
+    "TaskFinished",
+    "TaskQuarantined",
     "ConsumerStateChanged",
     # errors
     "MSchedulerError",

@@ -1,9 +1,8 @@
 """
 What a consumer tells its own process: event classes and subscriptions.
 
-`WaitOccupy`, `WaitOccupyQueueEmpty`, `TaskOccupyResult`, `TaskExecuteResult` and
-`MarkSuccess` mean what they mean in the Rust crate; the others are ours. An event
-about a write is sent after the write is durable.
+Each class says what has happened, in the past tense. An event about a write comes after
+the write is durable.
 """
 
 from __future__ import annotations
@@ -33,51 +32,50 @@ class Event:
 
 
 @attrs.frozen(kw_only=True)
-class WaitOccupy(Event):
+class TaskFound(Event):
     """
-    A task was found; a claim is to be tried at *next_occupy_time* (aware, server clock).
-    """
-
-    key: str
-    next_occupy_time: dt.datetime
-
-
-@attrs.frozen(kw_only=True)
-class WaitOccupyQueueEmpty(Event):
-    """
-    No task waits in the local queue.
-    """
-
-
-@attrs.frozen(kw_only=True)
-class TaskOccupyResult(Event):
-    """
-    A claim was won (*success*), or is not decided yet for want of the database.
-
-    Not sent for lost races.
+    A task was found, or is to be tried again; a claim follows at *claim_at* (aware, server clock).
     """
 
     key: str
-    success: bool
+    claim_at: dt.datetime
 
 
 @attrs.frozen(kw_only=True)
-class TaskExecuteResult(Event):
+class QueueEmpty(Event):
     """
-    An attempt has ended and its outcome is stored. Not sent after a lost lease or a release.
+    The last found task was taken from the local queue.
     """
-
-    key: str
-    success: bool
 
 
 @attrs.frozen(kw_only=True)
-class MarkSuccess(Event):
+class ClaimUndecided(Event):
     """
-    The success of a task is stored. Comes before its `TaskExecuteResult`.
+    Nobody knows yet what became of a claim: the database did not answer, and is asked again.
     """
 
     key: str
+
+
+@attrs.frozen(kw_only=True)
+class AttemptStarted(Event):
+    """
+    A claim was won, and the function is about to be called. Nothing is said of lost races.
+    """
+
+    key: str
+    running_id: str
+
+
+@attrs.frozen(kw_only=True)
+class AttemptEnded(Event):
+    """
+    An attempt has succeeded or failed. Not told after a lost lease or a release.
+    """
+
+    key: str
+    running_id: str
+    succeeded: bool
 
 
 @attrs.frozen(kw_only=True)
@@ -102,7 +100,31 @@ class AttemptReleased(Event):
 
 
 @attrs.frozen(kw_only=True)
-class TaskSetAside(Event):
+class TaskSucceeded(Event):
+    """
+    A success that was stored here was the last one that its task needed.
+
+    With ``concurrency=1`` each success is. Comes before the `AttemptEnded` of that attempt.
+    """
+
+    key: str
+
+
+@attrs.frozen(kw_only=True)
+class TaskFinished(Event):
+    """
+    A write of this consumer has ended the task: succeeded, failed for good or cancelled.
+
+    Told exactly once, by the consumer whose write it was, until the task is armed again. Comes
+    after the `AttemptEnded` or `AttemptReleased` of the attempt that ended it, if one did.
+    """
+
+    key: str
+    status: Literal["succeeded", "failed", "cancelled"]
+
+
+@attrs.frozen(kw_only=True)
+class TaskQuarantined(Event):
     """
     A document cannot be handled, and is left alone for a while; *reason* says why.
     """
@@ -209,8 +231,11 @@ class Subscription:
 
     # -- called by the hub -------------------------------------------------------------------
 
+    def takes(self, kind: type[Event]) -> bool:
+        return not self._types or issubclass(kind, self._types)
+
     def offer(self, event: Event) -> None:
-        if self._types and not isinstance(event, self._types):
+        if not self.takes(type(event)):
             return
         with self._lock:
             if self._closed:
@@ -257,9 +282,15 @@ class EventHub:
         with self._lock:
             self._subscriptions = tuple(s for s in self._subscriptions if s is not subscription)
 
-    @property
-    def has_listeners(self) -> bool:
-        return bool(self._subscriptions)
+    def wants(self, kind: type[Event]) -> bool:
+        """
+        Whether anybody listens to *kind*: only then is it worth making, or finding out.
+        """
+        # No generator: this is asked several times per task, mostly of nobody.
+        for subscription in self._subscriptions:  # noqa: SIM110
+            if subscription.takes(kind):
+                return True
+        return False
 
     def publish(self, event: Event) -> None:
         for subscription in self._subscriptions:

@@ -28,7 +28,13 @@ from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.statements import Ref
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import StoreError
-from mscheduler_sync.events import EventHub, TaskOccupyResult, WaitOccupyQueueEmpty
+from mscheduler_sync.events import (
+    AttemptStarted,
+    ClaimUndecided,
+    EventHub,
+    QueueEmpty,
+    TaskFinished,
+)
 
 _log = logger("claim")
 
@@ -123,8 +129,8 @@ class Claimer(Service):
         wanted = BATCH if self._contention.is_present else min(free, BATCH)
         entries = self._queue.take(wanted, _IDLE_WAIT_S, spread=self._contention.spread)
         if entries and not self.stopping:
-            if len(self._queue) == 0:
-                self._hub.publish(WaitOccupyQueueEmpty())
+            if self._hub.wants(QueueEmpty) and len(self._queue) == 0:
+                self._hub.publish(QueueEmpty())
             if self._queue.count_due() < max(2 * self._slots.size, BATCH):
                 self._on_low()
         return entries
@@ -200,7 +206,7 @@ class Claimer(Service):
             except StoreError as error:
                 if self.health.failures_in_a_row == 0:
                     for key, _ in claims.undecided:
-                        self._hub.publish(TaskOccupyResult(key=key, success=False))
+                        self._hub.publish(ClaimUndecided(key=key))
                 self._after_store_error(error)
                 if self.stopping:
                     # Give back what may have been won.
@@ -226,7 +232,8 @@ class Claimer(Service):
         _log.debug(
             "a task was claimed", extra=attempt.log_fields("claimed", attempt=attempt.number)
         )
-        self._hub.publish(TaskOccupyResult(key=attempt.key, success=True))
+        if self._hub.wants(AttemptStarted):
+            self._hub.publish(AttemptStarted(key=attempt.key, running_id=attempt.running_id))
         reach("before_submit")
         if not self._start(attempt):
             self._cannot_start = True
@@ -293,6 +300,8 @@ class Claimer(Service):
                 "count": len(claims.lost),
             },
         )
+        for key, status in claims.ended.items():
+            self._hub.publish(TaskFinished(key=key, status=status))
         now = self._store.clock.now()
         for fields in claims.lost.values():
             due = None if fields is None else fields.get("due")

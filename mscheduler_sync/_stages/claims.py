@@ -26,7 +26,7 @@ from mscheduler_sync._storage.mongo_store import BatchResult
 from mscheduler_sync._storage.statements import Ref, Update
 from mscheduler_sync._storage.store import PLAIN, TaskStore
 from mscheduler_sync.errors import InvalidTask, StoreRejected
-from mscheduler_sync.model import Attempt, TaskOptions
+from mscheduler_sync.model import Attempt, Ended, TaskOptions
 
 #: Longer ago than any heartbeat interval, an outage need not be spoken of, in seconds.
 _OUTAGE_MEMORY_S: Final = 3600.0
@@ -102,6 +102,19 @@ class ClaimBatch:
     @property
     def keys(self) -> list[str]:
         return list(self._running_ids)
+
+    @property
+    def ended(self) -> dict[str, Ended]:
+        """
+        Key -> status of the lost tasks that these very claims have ended: they settled the last
+        attempt, whose lease was over.
+        """
+        found = {
+            key: model.ended_by(fields, self._running_ids[key])
+            for key, fields in self.lost.items()
+            if fields is not None
+        }
+        return {key: status for key, status in found.items() if status is not None}
 
     @property
     def is_over(self) -> bool:

@@ -21,7 +21,7 @@ from mscheduler_sync._stages.contention import Contention
 from mscheduler_sync._stages.horizon import Horizon
 from mscheduler_sync._stages.quarantine import Quarantine
 from mscheduler_sync._stages.routes import Routes
-from mscheduler_sync.events import EventHub, WaitOccupy
+from mscheduler_sync.events import EventHub, TaskFound
 
 #: A worker that has just failed a task lets others go first by this long, in seconds.
 BACK_OFF_S: Final = 3.0
@@ -86,8 +86,8 @@ class Intake:
         level = int(priority) if is_level and priority else 0
         defer_s = 0.0 if from_pass else self._defer_s(due_s)
         queued = self._queue.push(key, due_s, level, hint=hint_of(fields), defer_s=defer_s)
-        if queued and self._hub.has_listeners:
-            self._hub.publish(WaitOccupy(key=key, next_occupy_time=self._clock.at(due_s)))
+        if queued and self._hub.wants(TaskFound):
+            self._hub.publish(TaskFound(key=key, claim_at=self._clock.at(due_s)))
         return queued
 
     def offer_if_near(self, fields: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -21,9 +21,9 @@ from mscheduler_sync._stages.attempt import (
     Interrupted,
     Outcome,
     Released,
-    Snoozed,
     Succeeded,
 )
+from mscheduler_sync._stages.outcome_news import OutcomeNews
 from mscheduler_sync._stages.pending import (
     Pending,
     Verdict,
@@ -35,15 +35,8 @@ from mscheduler_sync._stages.pending import (
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import InvalidTask, StoreRejected, StoreUnavailable
-from mscheduler_sync.events import (
-    AttemptLost,
-    AttemptReleased,
-    EventHub,
-    MarkSuccess,
-    TaskExecuteResult,
-    WaitOccupy,
-)
-from mscheduler_sync.model import Attempt, decode_fields, read_attempts
+from mscheduler_sync.events import EventHub
+from mscheduler_sync.model import Attempt, decode_fields, ended_by, read_attempts
 
 _log = logger("outcome")
 
@@ -74,7 +67,7 @@ class OutcomeWriter(Service):
         super().__init__("outcome", f"ms-outcome:{worker_id}", _log, on_crash)
         self._store = store
         self._worker_id = worker_id
-        self._hub = hub
+        self._news = OutcomeNews(worker_id, store.clock, hub)
         self._held_count = held_count
         self._on_settled = on_settled
         self._on_failure = on_failure
@@ -146,7 +139,7 @@ class OutcomeWriter(Service):
         """
         with self._changed:
             waiting = [*self._writing, *self._pending]
-            return [pending.key for pending in waiting if not pending.done]
+            return [p.key for p in waiting if not p.done and p.verdict is None]
 
     def request_stop(self) -> None:
         """
@@ -208,7 +201,7 @@ class OutcomeWriter(Service):
 
     def _write(self, batch: Sequence[Pending]) -> None:
         refusal: StoreRejected | None = None
-        for group in groups_of(batch):
+        for group in groups_of([pending for pending in batch if pending.verdict is None]):
             try:
                 result = store_outcomes(self._store, group)
             except StoreRejected as error:
@@ -217,38 +210,47 @@ class OutcomeWriter(Service):
                 refusal = error
                 continue
             reach("after_outcome")
-            verdicts: Mapping[str, Verdict]
-            if result.matched == len(group):
-                verdicts = {pending.running_id: "stored" for pending in group}
-            else:
-                verdicts = self._read_verdicts(group, result.errors)
+            sent = []
             for position, pending in enumerate(group):
                 problem = result.errors.get(position)
-                if problem is not None:
-                    self._on_refused(pending, problem)
+                if problem is None:
+                    sent.append(pending)
                 else:
-                    self._finish(pending, verdicts[pending.running_id])
-                pending.done = True
+                    self._on_refused(pending, problem)
+                    pending.done = True
+            if result.matched == len(group):
+                for pending in sent:
+                    pending.verdict = "stored"
+            else:
+                self._look_at([pending for pending in sent if pending.verdict is None])
+            self._finish_all([pending for pending in sent if not self._news.needs_end(pending)])
+        asked = [pending for pending in batch if pending.verdict is not None and not pending.done]
+        if asked:
+            self._look_at(asked)
+            self._finish_all(asked)
         if refusal is not None:
             raise refusal
 
-    def _read_verdicts(
-        self, batch: Sequence[Pending], errors: Mapping[int, str]
-    ) -> dict[str, Verdict]:
-        found = self._store.find(statements.attempt_state([p.key for p in batch]))
+    def _look_at(self, sent: Sequence[Pending]) -> None:
+        """
+        Read what has become of outcomes that were sent, and of their tasks.
+        """
+        found: dict[str, Mapping[str, Any]] = {}
         attempts: dict[str, tuple[Attempt, ...]] = {}
-        for document in found:
+        keys = [pending.key for pending in sent]
+        for document in self._store.find(statements.attempt_state(keys)) if keys else ():
             try:
                 fields = decode_fields(document)
+                found[str(fields.get("key"))] = fields
                 attempts[str(fields.get("key"))] = read_attempts(fields)
             except InvalidTask:
                 # Unreadable now: nothing can be said of the attempt, so nothing is claimed of it.
                 continue
-        return {
-            pending.running_id: verdict_on(pending, attempts.get(pending.key))
-            for position, pending in enumerate(batch)
-            if position not in errors
-        }
+        for pending in sent:
+            if pending.verdict is None:
+                pending.verdict = verdict_on(pending, attempts.get(pending.key))
+            pending.ended = ended_by(found.get(pending.key, {}), pending.running_id)
+            pending.is_end_known = True
 
     def _on_refused(self, pending: Pending, problem: str) -> None:
         """
@@ -284,64 +286,30 @@ class OutcomeWriter(Service):
             with self._changed:
                 self._pending.append(again)
         else:
-            self._settle(pending, "lost")
+            pending.verdict = "lost"
+            self._settle(pending)
 
-    def _finish(self, pending: Pending, verdict: Verdict) -> None:
+    def _finish_all(self, decided: Sequence[Pending]) -> None:
+        for pending in decided:
+            self._finish(pending)
+            pending.done = True
+
+    def _finish(self, pending: Pending) -> None:
         reach("before_event")
-        outcome, key = pending.outcome, pending.key
-        fields: dict[str, object] = {
-            "worker_id": self._worker_id,
-            "task_key": key,
-            "running_id": pending.running_id,
-        }
-        if pending.attempt is not None:
-            fields["attempt"] = pending.attempt.number
-            fields["duration_s"] = round(pending.attempt.age_s(), 3)
+        outcome = pending.outcome
         if isinstance(outcome, Interrupted):
             return
-        if verdict == "lost":
-            if pending.attempt is not None:
-                _log.warning(
-                    "the attempt was replaced or its task deleted; the outcome is not stored",
-                    extra={"event": "lease_lost", **fields},
-                )
-                self._hub.publish(AttemptLost(key=key, running_id=pending.running_id))
-        elif isinstance(outcome, Released | Snoozed):
-            why = outcome.why if isinstance(outcome, Released) else "snoozed"
-            _log.info("an attempt was released", extra={"event": "released", "why": why, **fields})
-            self._hub.publish(AttemptReleased(key=key, running_id=pending.running_id, why=why))
-            if pending.attempt is None and why == "shutdown":
-                self.claims_given_back.append(key)
-        elif isinstance(outcome, Succeeded):
-            _log.info("a task succeeded", extra={"event": "succeeded", **fields})
-            self._hub.publish(MarkSuccess(key=key))
-            self._hub.publish(TaskExecuteResult(key=key, success=True))
-        else:
-            first_line = outcome.reason.splitlines()[0] if outcome.reason else ""
-            _log.warning(
-                "an attempt failed", extra={"event": "failed", "reason": first_line, **fields}
-            )
-            retry_at_s = time.monotonic() + pending.retry_delay_s
-            self._on_failure(key, retry_at_s)
-            if self._may_run_again(pending, outcome):
-                at = self._store.clock.at(retry_at_s)
-                self._hub.publish(WaitOccupy(key=key, next_occupy_time=at))
-            self._hub.publish(TaskExecuteResult(key=key, success=False))
-        self._settle(pending, verdict)
+        retry_at_s = time.monotonic() + pending.retry_delay_s
+        if pending.verdict == "stored":
+            if isinstance(outcome, Failed):
+                self._on_failure(pending.key, retry_at_s)
+            elif pending.attempt is None and outcome == Released("shutdown"):
+                self.claims_given_back.append(pending.key)
+        self._news.tell(pending, retry_at_s)
+        self._settle(pending)
 
-    def _may_run_again(self, pending: Pending, outcome: Failed) -> bool:
-        """
-        Whether another attempt is to be expected, and somebody wants to know when.
-        """
-        if not self._hub.has_listeners or self._store.clock.offset_s is None or outcome.for_good:
-            return False
-        attempt = pending.attempt
-        if attempt is None or attempt.options.retry_scope == "worker":
-            return attempt is not None
-        return attempt.number < attempt.options.max_attempts
-
-    def _settle(self, pending: Pending, verdict: Verdict) -> None:
-        if pending.attempt is not None:
+    def _settle(self, pending: Pending) -> None:
+        if pending.attempt is not None and pending.verdict is not None:
             pending.attempt.settled = True
             pending.attempt.wake.set()
-            self._on_settled(pending.attempt, pending.outcome, verdict)
+            self._on_settled(pending.attempt, pending.outcome, pending.verdict)

@@ -25,7 +25,7 @@ from mscheduler_sync._storage.mongo_store import BatchResult
 from mscheduler_sync._storage.statements import Update
 from mscheduler_sync._storage.store import Success, TaskStore
 from mscheduler_sync.limits import LONGEST_S
-from mscheduler_sync.model import Attempt, TaskOptions
+from mscheduler_sync.model import Attempt, Ended, TaskOptions
 
 #: Results of one statement, in bytes; a statement may not exceed 16 MiB.
 MAX_BATCH_BYTES: Final = 4 * 1024 * 1024
@@ -48,6 +48,11 @@ class Pending:
     progress: object = None
     #: An earlier try may have been applied.
     uncertain: bool = False
+    #: Whether it is stored; None: not known yet.
+    verdict: Verdict | None = None
+    #: The status in which it has ended its task; None: it has not, or that is not known.
+    ended: Ended | None = None
+    is_end_known: bool = False
     #: Nothing is left to do for it.
     done: bool = False
 
@@ -95,7 +100,7 @@ def groups_of(batch: Sequence[Pending]) -> list[list[Pending]]:
 
 def store_outcomes(store: TaskStore, group: Sequence[Pending]) -> BatchResult:
     """
-    Store the outcomes of *group*, all of one kind.
+    Store the outcomes of *group*, all of one kind, and note which are known to end their tasks.
     """
     successes = [
         Success((p.key, p.running_id), p.outcome.value, p.attempt and p.attempt.hint)
@@ -103,7 +108,11 @@ def store_outcomes(store: TaskStore, group: Sequence[Pending]) -> BatchResult:
         if isinstance(p.outcome, Succeeded)
     ]
     if successes:
-        return store.succeed(successes, progress=group[0].progress)
+        result = store.succeed(successes, progress=group[0].progress)
+        for position in result.ending:
+            pending = group[position]
+            pending.verdict, pending.ended, pending.is_end_known = "stored", "succeeded", True
+        return result
     return store.update_batch(_statement_of, group)
 
 

@@ -17,7 +17,7 @@ from mscheduler_sync import model
 from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import LogThrottle, logger
 from mscheduler_sync.errors import InvalidTask
-from mscheduler_sync.events import EventHub, TaskSetAside
+from mscheduler_sync.events import EventHub, TaskQuarantined
 
 _log = logger("claim")
 
@@ -57,7 +57,7 @@ class Quarantine:
                 "a document cannot be handled and is set aside",
                 extra={"event": "set_aside", "task_key": key, "reason": reason},
             )
-            self._hub.publish(TaskSetAside(key=key, reason=reason))
+            self._hub.publish(TaskQuarantined(key=key, reason=reason))
 
     def check(self, document: RawBSONDocument, codec_options: CodecOptions[Any]) -> None:
         """

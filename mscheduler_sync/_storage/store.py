@@ -4,7 +4,7 @@ The store of tasks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Final
 
 import attrs
@@ -30,6 +30,16 @@ class Success:
     ref: Ref
     value: object
     hint: object
+
+
+@attrs.frozen
+class SuccessResult(BatchResult):
+    """
+    What became of some successes.
+    """
+
+    #: Positions of those that are known to have ended their tasks.
+    ending: Set[int]
 
 
 class TaskStore(MongoStore):
@@ -61,7 +71,7 @@ class TaskStore(MongoStore):
         found = self.find(query, timeout_s=timeout_s, session=session)
         return found[0] if found else None
 
-    def succeed(self, successes: Sequence[Success], *, progress: object = None) -> BatchResult:
+    def succeed(self, successes: Sequence[Success], *, progress: object = None) -> SuccessResult:
         """
         End attempts as succeeded; *progress* is that of a lone one. See `update_batch`.
         """
@@ -81,6 +91,10 @@ class TaskStore(MongoStore):
         plain = [n for n, success in enumerate(successes) if success.hint == PLAIN]
         short = run(statements.succeed_plain, plain)
         # If some are no plain tasks any more, all are tried: those that are done match no more.
-        done = set(plain) if short.matched == len(plain) else set(short.errors)
+        ending = set(plain) if short.matched == len(plain) else set()
+        done = ending or set(short.errors)
         general = run(statements.succeed, [n for n in range(len(successes)) if n not in done])
-        return BatchResult(short.matched + general.matched, {**short.errors, **general.errors})
+        # A success that the short statement has stored was the only one that its task needed.
+        return SuccessResult(
+            short.matched + general.matched, {**short.errors, **general.errors}, ending
+        )

@@ -12,7 +12,7 @@ import pytest
 from pymongo import MongoClient
 from pymongo.database import Database
 
-from mscheduler_sync import Consumer, Producer, WaitOccupy
+from mscheduler_sync import Consumer, Producer, TaskFound
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import EXPIRED_REASON
 from tests.support import Document, fail_point, wait_until
@@ -55,7 +55,7 @@ def knowing(scene: Scene, client: MongoClient[Document]) -> Iterator[Consumer]:
     """
     A consumer that knows of the dead worker's task "task", and waits for a slot to take it over.
     """
-    with scene.consuming(max_workers=0) as consumer, consumer.subscribe(WaitOccupy) as events:
+    with scene.consuming(max_workers=0) as consumer, consumer.subscribe(TaskFound) as events:
         scene.send("task", "wait", **SHORT)
         orphan(scene, "task")
         wait_lapsed(scene, client, "task")
@@ -287,7 +287,7 @@ def test_a_claim_that_is_carried_out_too_late(
     ):
         worker.wait_said("started")
         scene.send("task", max_attempts=1, **SHORT)
-        worker.wait_said("WaitOccupy", key="task")
+        worker.wait_said("TaskFound", key="task")
         # Now its claim is on its way. Whoever sent it will never know.
         threading.Event().wait(0.5)
         worker.kill()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pymongo.database import Database
 
-from mscheduler_sync import WaitOccupy
+from mscheduler_sync import TaskFound
 from mscheduler_sync._runtime.crash_points import CRASH_POINTS
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.statements import EXPIRED_REASON
@@ -158,7 +158,7 @@ def test_a_short_lease_among_long_ones(scene: Scene) -> None:
         scene.send("long", lease=600, heartbeat=200)
         scene.wait_status("long", "succeeded")
         consumer.max_workers = 0
-        with consumer.subscribe(WaitOccupy) as events:
+        with consumer.subscribe(TaskFound) as events:
             scene.send("task", lease=LEASE_S, heartbeat=0.4)
             assert events.wait_for(lambda event: event.key == "task", 10) is not None
         # It knows of the task; another worker is faster, and dies.

@@ -83,7 +83,7 @@ def test_a_replaced_attempt_is_refused(
     assert scene.witness.count("task") == 2
     worker.tell("stop 5")
     assert worker.wait_end() == 0
-    for event in ("MarkSuccess", "TaskExecuteResult"):
+    for event in ("TaskSucceeded", "AttemptEnded"):
         assert worker.said(event, key="task") == []
 
 

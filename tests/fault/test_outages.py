@@ -22,11 +22,11 @@ from pymongo.errors import PyMongoError
 
 from mscheduler_sync import (
     Consumer,
-    MarkSuccess,
     Producer,
     SendResult,
     StopReport,
     StoreUnavailable,
+    TaskSucceeded,
 )
 from mscheduler_sync._storage import statements
 from tests.support import Document, wait_until
@@ -94,7 +94,7 @@ def all_parts_work(scene: Scene) -> None:
     def left_s() -> float:
         return max(0.1, deadline_s - time.monotonic())
 
-    with scene.consumer.subscribe(MarkSuccess) as events:
+    with scene.consumer.subscribe(TaskSucceeded) as events:
         scene.send("back-orphan", **SHORT, retry_delay=0)
         with contextlib.suppress(AssertionError):
             # The consumer may be faster; then the claimer needs no more proof.

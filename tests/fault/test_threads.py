@@ -19,17 +19,17 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mscheduler_sync import (
+    AttemptEnded,
     AttemptReleased,
     Consumer,
     Event,
-    MarkSuccess,
     Producer,
     StopReport,
     TaskContext,
-    TaskExecuteResult,
     TaskNotFound,
+    TaskSucceeded,
 )
-from tests.support import Document, wait_until
+from tests.support import Document, wait_until, without_id
 from tests.support.invariants import Invariants, Witness, status_of, wait_status
 from tests.support.scene import LogRecords
 from tests.support.scripts import Children, children
@@ -119,7 +119,7 @@ def test_a_function_that_holds_the_gil_keeps_its_result_if_nobody_took_over(
     """
     producer.send("one", {"seconds": 4.5}, lease=1.5, heartbeat=0.3)
     child = start.start("greedy")
-    assert child.said("event") == "TaskExecuteResult"
+    assert child.said("event") == "AttemptEnded"
     assert child.wait_end() == 0
     assert producer.result("one", 0).startswith("greedy ")
     assert witness.count("one") == 1
@@ -520,7 +520,7 @@ def waits(consumer: Consumer, producer: Producer) -> dict[str, Callable[[Any], o
 
     def wait_for_event(timeout: Any) -> object:
         threading.Timer(0.05, producer.send, [None]).start()
-        return consumer.wait_for_event(lambda event: isinstance(event, MarkSuccess), timeout)
+        return consumer.wait_for_event(lambda event: isinstance(event, TaskSucceeded), timeout)
 
     return {
         "wait_started": consumer.wait_started,
@@ -650,7 +650,7 @@ def test_two_hundred_wait_and_all_are_woken(producer: Producer, serving: Consume
         threading.Thread(
             target=lambda: got.append(
                 serving.wait_for_event(
-                    lambda event: isinstance(event, MarkSuccess) and event.key == "awaited", 60
+                    lambda event: isinstance(event, TaskSucceeded) and event.key == "awaited", 60
                 )
             )
         )
@@ -662,7 +662,7 @@ def test_two_hundred_wait_and_all_are_woken(producer: Producer, serving: Consume
     producer.send("awaited")
     for thread in threads:
         thread.join(60)
-    assert got == [MarkSuccess(key="awaited")] * 200
+    assert got == [TaskSucceeded(key="awaited")] * 200
     assert subscriptions(serving) == ()
 
 
@@ -718,7 +718,7 @@ def test_a_predicate_may_call_the_library_or_raise(serving: Consumer, producer: 
     """
     A predicate runs in the waiting thread: it may send and ask; what it raises comes out there.
     """
-    with serving.subscribe(TaskExecuteResult) as events:
+    with serving.subscribe(AttemptEnded) as events:
         producer.send("one")
 
         def ask(event: Event) -> bool:
@@ -727,7 +727,8 @@ def test_a_predicate_may_call_the_library_or_raise(serving: Consumer, producer: 
             task = producer.get(event.key)
             return task is not None and task.status == "succeeded" and event.key == "one++"
 
-        assert events.wait_for(ask, 20) == TaskExecuteResult(key="one++", success=True)
+        event = without_id(events.wait_for(ask, 20))
+        assert event == AttemptEnded(key="one++", running_id="*", succeeded=True)
 
     def fail(_: Event) -> bool:
         raise LookupError("mine")

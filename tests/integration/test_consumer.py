@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mscheduler_sync import Consumer, Health, MarkSuccess, Producer, Router, StopReport, TaskContext
+from mscheduler_sync import (
+    Consumer,
+    Health,
+    Producer,
+    Router,
+    StopReport,
+    TaskContext,
+    TaskSucceeded,
+)
 from tests.support import Document, wait_until
 from tests.support.tasks import Tasks, echo, polling
 
@@ -367,7 +375,7 @@ def test_waits_beyond_every_timer(collection: Tasks, producer: Producer) -> None
     last = dt.datetime(9999, 12, 30, tzinfo=dt.timezone.utc)
     producer.send("in ten years", delay=dt.timedelta(days=3650))
     producer.send("the last", run_at=last)
-    with Consumer(collection, echo) as consumer, consumer.subscribe(MarkSuccess) as events:
+    with Consumer(collection, echo) as consumer, consumer.subscribe(TaskSucceeded) as events:
         assert consumer.wait_started(1e12)
         producer.send("now", 5)
         assert producer.result("now", 1e12) == 5

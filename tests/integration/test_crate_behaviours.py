@@ -25,22 +25,22 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mscheduler_sync import (
+    AttemptEnded,
     AttemptLost,
     AttemptReleased,
+    AttemptStarted,
     Consumer,
     Event,
-    MarkSuccess,
     Producer,
     SendResult,
     Subscription,
     TaskContext,
-    TaskExecuteResult,
     TaskFailed,
-    TaskOccupyResult,
+    TaskFound,
     TaskRunning,
-    WaitOccupy,
+    TaskSucceeded,
 )
-from tests.support import Document, fail_point, wait_until
+from tests.support import Document, fail_point, wait_until, without_id
 
 Tasks = Collection[Document]
 Start = Callable[..., Consumer]
@@ -309,36 +309,36 @@ def test_heartbeats_keep_the_task_until_its_failure_frees_it(
     # Two heartbeats prove more than one: the first end of the lease has passed by then.
     wait_until(lambda: lease_end() > at_first + dt.timedelta(seconds=1.1), "the lease has moved")
     assert (first.running_count, second.running_count) == (1, 0)
-    ended = first.subscribe(TaskExecuteResult)
-    occupied = second.subscribe(TaskOccupyResult)
+    ended = first.subscribe(AttemptEnded)
+    occupied = second.subscribe(AttemptStarted)
     go.set()
-    assert ended.get(10) == TaskExecuteResult(key="111", success=False)
-    assert occupied.get(10) == TaskOccupyResult(key="111", success=True)
+    assert without_id(ended.get(10)) == AttemptEnded(key="111", running_id="*", succeeded=False)
+    assert without_id(occupied.get(10)) == AttemptStarted(key="111", running_id="*")
     producer.result("111", 10)
     assert attempts(producer, "111") == [("aaa", "failed"), ("bbb", "succeeded")]
 
 
 def test_found_task_is_told(producer: Producer, start: Start) -> None:
     """
-    test_find_task: WaitOccupy with the time of the next claim.
+    test_find_task: TaskFound with the time of the next claim.
     """
     consumer = start(echo, watch=True)
-    events = consumer.subscribe(WaitOccupy)
+    events = consumer.subscribe(TaskFound)
     producer.send("111")
     event = events.wait_for(lambda event: event.key == "111", 10)
-    assert isinstance(event, WaitOccupy)
+    assert isinstance(event, TaskFound)
     task = producer.get("111")
     assert task is not None
-    assert abs(event.next_occupy_time - task.start_at) < dt.timedelta(seconds=5)
+    assert abs(event.claim_at - task.start_at) < dt.timedelta(seconds=5)
 
 
 def test_claimed_task_is_told(producer: Producer, start: Start) -> None:
     """
-    test_occupy_task: TaskOccupyResult.
+    test_occupy_task: AttemptStarted.
     """
-    events = start(echo, watch=True).subscribe(TaskOccupyResult)
+    events = start(echo, watch=True).subscribe(AttemptStarted)
     producer.send("111")
-    assert events.get(10) == TaskOccupyResult(key="111", success=True)
+    assert without_id(events.get(10)) == AttemptStarted(key="111", running_id="*")
 
 
 def test_of_three_workers_two_get_the_task(producer: Producer, start: Start) -> None:
@@ -347,7 +347,7 @@ def test_of_three_workers_two_get_the_task(producer: Producer, start: Start) -> 
     """
     gate = Gate()
     consumers = [start(gate, name, watch=True) for name in ("aaa", "bbb", "ccc")]
-    streams = [consumer.subscribe(TaskOccupyResult) for consumer in consumers]
+    streams = [consumer.subscribe(AttemptStarted) for consumer in consumers]
     producer.send("111", concurrency=2)
     wait_until(lambda: len(attempts(producer, "111")) == 2, "two workers have it")
     gate.go.set()
@@ -364,9 +364,9 @@ def test_task_from_before_the_start_is_claimed(producer: Producer, collection: T
     """
     producer.send("111")
     consumer = Consumer(collection, echo)
-    events = consumer.subscribe(TaskOccupyResult)
+    events = consumer.subscribe(AttemptStarted)
     with consumer:
-        assert events.get(10) == TaskOccupyResult(key="111", success=True)
+        assert without_id(events.get(10)) == AttemptStarted(key="111", running_id="*")
 
 
 def test_task_of_a_killed_worker_is_claimed_once_its_lease_has_ended(
@@ -415,22 +415,22 @@ def test_task_of_a_killed_worker_is_claimed_once_its_lease_has_ended(
 
 def test_each_try_is_told(producer: Producer, start: Start) -> None:
     """
-    test_max_retry_count: three claims, each after a WaitOccupy; then no more.
+    test_max_retry_count: three claims, each after a TaskFound; then no more.
     """
     consumer = start(fail)
-    events = consumer.subscribe(WaitOccupy, TaskOccupyResult, TaskExecuteResult)
+    events = consumer.subscribe(TaskFound, AttemptStarted, AttemptEnded)
     producer.send("111", retry_delay=0)
     seen: list[Event] = []
-    while [type(event) for event in seen].count(TaskExecuteResult) < 3:
+    while [type(event) for event in seen].count(AttemptEnded) < 3:
         event = events.get(10)
         assert event is not None
         seen.append(event)
     assert consumer.run_until_idle(10)
     seen += unread(events)
     kinds = [type(event) for event in seen]
-    assert kinds.count(TaskOccupyResult) == kinds.count(TaskExecuteResult) == 3
-    waits = [n for n, kind in enumerate(kinds) if kind is WaitOccupy]
-    claims = [n for n, kind in enumerate(kinds) if kind is TaskOccupyResult]
+    assert kinds.count(AttemptStarted) == kinds.count(AttemptEnded) == 3
+    waits = [n for n, kind in enumerate(kinds) if kind is TaskFound]
+    claims = [n for n, kind in enumerate(kinds) if kind is AttemptStarted]
     for number, claim in enumerate(claims):
         assert len([wait for wait in waits if wait < claim]) > number
     assert {event.key for event in seen} == {"111"}
@@ -438,11 +438,11 @@ def test_each_try_is_told(producer: Producer, start: Start) -> None:
 
 def test_success_is_told(producer: Producer, start: Start) -> None:
     """
-    test_success_task: MarkSuccess.
+    test_success_task: TaskSucceeded.
     """
-    events = start(echo).subscribe(MarkSuccess)
+    events = start(echo).subscribe(TaskSucceeded)
     producer.send("111")
-    assert events.get(10) == MarkSuccess(key="111")
+    assert events.get(10) == TaskSucceeded(key="111")
 
 
 # -- what the crate left untested --------------------------------------------------------------
@@ -555,7 +555,7 @@ def test_lost_lease_ends_the_attempt_without_a_trace(
         return "late"
 
     consumer = start(work, "aaa")
-    events = consumer.subscribe(AttemptLost, AttemptReleased, TaskExecuteResult)
+    events = consumer.subscribe(AttemptLost, AttemptReleased, AttemptEnded)
     producer.send("111", lease=2, heartbeat=0.1)
     wait_until(lambda: attempts(producer, "111"), "it runs")
     theirs = {

@@ -18,7 +18,7 @@ from mscheduler_sync import (
     InvalidTask,
     Producer,
     Subscription,
-    TaskSetAside,
+    TaskQuarantined,
 )
 from tests.support import Document, wait_until
 
@@ -167,7 +167,7 @@ def check_set_aside(
     producer.send_many([(f"good{n}", n) for n in range(3)])
     runs: list[Any] = []
     consumer = polling(collection, runs.append, rust_interop=rust_interop)
-    events = consumer.subscribe(TaskSetAside)
+    events = consumer.subscribe(TaskQuarantined)
     told: dict[str | None, str] = {}
 
     def all_told() -> bool:
@@ -213,7 +213,7 @@ def test_unreadable_documents_are_set_aside_while_others_run(
     producer: Producer, collection: Tasks, rust_interop: bool
 ) -> None:
     """
-    One TaskSetAside tells key and place; the function never sees them, nothing breaks.
+    One TaskQuarantined tells key and place; the function never sees them, nothing breaks.
     """
     check_set_aside(producer, collection, UNREADABLE, rust_interop=rust_interop)
 
@@ -236,7 +236,7 @@ def test_document_that_is_mended_runs(producer: Producer, collection: Tasks) -> 
     producer.send("k", "p")
     change(collection, "k", "task_option.worker_timeout_ms", "60000")
     consumer = polling(collection, echo)
-    events = consumer.subscribe(TaskSetAside)
+    events = consumer.subscribe(TaskQuarantined)
     with consumer:
         assert events.get(10) is not None
     change(collection, "k", "task_option.worker_timeout_ms", 60_000)
@@ -268,10 +268,10 @@ def test_document_whose_key_is_no_text_is_set_aside(
             del document[field]
     collection.insert_one(document)
     consumer = polling(collection, echo)
-    events = consumer.subscribe(TaskSetAside)
+    events = consumer.subscribe(TaskQuarantined)
     with consumer:
         told = events.get(10)
-        assert isinstance(told, TaskSetAside)
+        assert isinstance(told, TaskQuarantined)
         assert "key" in told.reason
         assert producer.result("good", 10) == 1
         producer.send("later", 2)
@@ -325,7 +325,7 @@ def check_tolerated(producer: Producer, collection: Tasks, cases: list[Case]) ->
     """
     odd = spoiled(producer, collection, cases)
     consumer = polling(collection, echo)
-    events = consumer.subscribe(TaskSetAside)
+    events = consumer.subscribe(TaskQuarantined)
 
     def left() -> set[str]:
         done = {d["key"] for d in collection.find({"status": "succeeded"}, {"key": 1})}

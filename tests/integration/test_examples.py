@@ -48,9 +48,10 @@ shelves counted in rome
 report written somewhere
 """,
     "events": r"""
-TaskOccupyResult of double:21
-MarkSuccess of double:21
-TaskExecuteResult of double:21
+AttemptStarted of double:21
+TaskSucceeded of double:21
+AttemptEnded of double:21
+TaskFinished of double:21
 result: 42
 first failure: double:\?
 """,

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from mscheduler_sync import (
+    AttemptEnded,
     AttemptLost,
     Producer,
     RetryLater,
     TaskContext,
-    TaskExecuteResult,
     TaskFailed,
 )
 from tests.support import wait_until
@@ -46,7 +46,7 @@ def test_task_that_always_loses_its_lease_to_others_ends_failed(
 
     producer.send("k", lease=0.4, heartbeat=0.1, max_attempts=3, retry_delay=1000)
     consumers = [polling(collection, deaf) for _ in range(2)]
-    events = [consumer.subscribe(AttemptLost, TaskExecuteResult) for consumer in consumers]
+    events = [consumer.subscribe(AttemptLost, AttemptEnded) for consumer in consumers]
     for consumer in consumers:
         consumer.start()
     with pytest.raises(TaskFailed, match="LeaseExpired"):

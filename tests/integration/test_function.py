@@ -15,6 +15,7 @@ import pytest
 from bson import Decimal128, ObjectId
 
 from mscheduler_sync import (
+    AttemptEnded,
     Consumer,
     LeaseLost,
     PermanentFailure,
@@ -22,10 +23,9 @@ from mscheduler_sync import (
     RetryLater,
     Snooze,
     TaskContext,
-    TaskExecuteResult,
     TaskFailed,
 )
-from tests.support import wait_until
+from tests.support import wait_until, without_id
 from tests.support.tasks import Tasks, polling, ran, reasons, task_of
 
 # -- steering ----------------------------------------------------------------------------------
@@ -322,10 +322,10 @@ def test_result_that_the_document_has_no_room_for_is_a_failure(
 
     producer.send("k", b"x" * (9 * 1024 * 1024), retry_delay=0)
     with polling(collection, function, max_result_bytes=10 * 1024 * 1024) as consumer:
-        events = consumer.subscribe(TaskExecuteResult)
+        events = consumer.subscribe(AttemptEnded)
         with pytest.raises(TaskFailed, match="UnstorableResult"):
             producer.result("k", 60)
-        assert events.get(10) == TaskExecuteResult(key="k", success=False)
+        assert without_id(events.get(10)) == AttemptEnded(key="k", running_id="*", succeeded=False)
     assert len(runs) == 1
 
 

@@ -19,14 +19,14 @@ from pymongo import MongoClient, ReturnDocument
 from pymongo.collection import Collection
 
 from mscheduler_sync import (
+    AttemptEnded,
     AttemptLost,
     AttemptReleased,
+    AttemptStarted,
     Consumer,
     Producer,
     TaskContext,
-    TaskExecuteResult,
     TaskFailed,
-    TaskOccupyResult,
 )
 from tests.support import wait_until
 from tests.support.crate_statements import (
@@ -359,7 +359,7 @@ def test_our_expired_attempt_is_dropped_by_rust_and_our_late_result_refused(
         return params
 
     with polling(collection, deaf, worker_id="ours", max_workers=1) as consumer:
-        lost = consumer.subscribe(AttemptLost, TaskExecuteResult)
+        lost = consumer.subscribe(AttemptLost, AttemptEnded)
         assert began.wait(10)
         running_id = wait_until(lambda: rust.claim("k") or "", "our lease lapses; Rust claims")
         assert [element["worker_id"] for element in states(collection, "k")] == ["rust"]
@@ -388,7 +388,7 @@ def test_our_function_is_told_that_rust_has_taken_over(
             reasons.append(context.reason)
 
     with polling(collection, function, worker_id="ours") as consumer:
-        events = consumer.subscribe(AttemptReleased, AttemptLost, TaskExecuteResult)
+        events = consumer.subscribe(AttemptReleased, AttemptLost, AttemptEnded)
         assert gate.began.wait(10)
         # What Rust's claim does to an expired attempt, without waiting for its expiry.
         collection.update_one({"key": "k"}, {"$set": {"task_state.worker_states": []}})
@@ -411,7 +411,7 @@ def test_live_attempt_of_rust_keeps_us_off_until_it_ends(
     running_id = rust.claim("k")
     assert running_id is not None
     with polling(collection, lambda params: params, worker_id="ours") as consumer:
-        occupied = consumer.subscribe(TaskOccupyResult)
+        occupied = consumer.subscribe(AttemptStarted)
         assert consumer.run_until_idle(10)
         producer.send("after")
         producer.result("after", 10)

@@ -11,21 +11,22 @@ from typing import Any
 import pytest
 
 from mscheduler_sync import (
+    AttemptEnded,
+    AttemptStarted,
     ConsumerStateChanged,
-    MarkSuccess,
     Producer,
-    TaskExecuteResult,
-    TaskOccupyResult,
-    WaitOccupy,
-    WaitOccupyQueueEmpty,
+    QueueEmpty,
+    TaskFinished,
+    TaskFound,
+    TaskSucceeded,
 )
-from tests.support import wait_until
+from tests.support import wait_until, without_id
 from tests.support.tasks import Tasks, echo, polling, task_of
 
 
 def test_events_of_a_success_come_in_order(collection: Tasks, producer: Producer) -> None:
     """
-    TaskOccupyResult before MarkSuccess before TaskExecuteResult; states around them.
+    AttemptStarted, TaskSucceeded, AttemptEnded, TaskFinished; states around them.
     """
     producer.send("k")
     consumer = polling(collection, echo)
@@ -40,21 +41,22 @@ def test_events_of_a_success_come_in_order(collection: Tasks, producer: Producer
         ConsumerStateChanged(state="stopped"),
     ]
     about_it = [event for event in told if event.key == "k"]
-    assert isinstance(about_it[0], WaitOccupy)
-    assert [event for event in about_it if not isinstance(event, WaitOccupy)] == [
-        TaskOccupyResult(key="k", success=True),
-        MarkSuccess(key="k"),
-        TaskExecuteResult(key="k", success=True),
+    assert isinstance(about_it[0], TaskFound)
+    assert [without_id(event) for event in about_it if not isinstance(event, TaskFound)] == [
+        AttemptStarted(key="k", running_id="*"),
+        TaskSucceeded(key="k"),
+        AttemptEnded(key="k", running_id="*", succeeded=True),
+        TaskFinished(key="k", status="succeeded"),
     ]
-    assert any(isinstance(event, WaitOccupyQueueEmpty) for event in told)
+    assert any(isinstance(event, QueueEmpty) for event in told)
 
 
 def test_event_of_a_success_comes_after_it_is_stored(collection: Tasks, producer: Producer) -> None:
     """
-    Whoever hears MarkSuccess can read the result.
+    Whoever hears TaskSucceeded can read the result.
     """
     with polling(collection, echo) as consumer:
-        events = consumer.subscribe(MarkSuccess)
+        events = consumer.subscribe(TaskSucceeded)
         producer.send_many([(f"k{n}", n) for n in range(20)])
         for _ in range(20):
             event = events.get(10)
@@ -70,7 +72,7 @@ def test_subscription_from_before_the_action_misses_nothing(
     All events of many tasks are there, whenever they are read, for each of several subscriptions.
     """
     consumer = polling(collection, echo)
-    subscriptions = [consumer.subscribe(TaskExecuteResult) for _ in range(3)]
+    subscriptions = [consumer.subscribe(AttemptEnded) for _ in range(3)]
     with consumer:
         producer.send_many([(f"k{n}", n) for n in range(100)])
         wait_until(lambda: producer.count(status="succeeded") == 100, "all succeed", 60)
@@ -87,7 +89,7 @@ def test_subscription_that_is_not_read_drops_the_oldest(
     It keeps the newest, counts what it lost, and hurts nobody.
     """
     consumer = polling(collection, echo, max_workers=1)
-    small, large = consumer.subscribe(MarkSuccess, buffer=3), consumer.subscribe(MarkSuccess)
+    small, large = consumer.subscribe(TaskSucceeded, buffer=3), consumer.subscribe(TaskSucceeded)
     with consumer:
         producer.send_many([(f"k{n}", n) for n in range(10)])
         assert consumer.run_until_idle(20)
@@ -101,13 +103,13 @@ def test_subscription_takes_the_kinds_that_it_names(collection: Tasks, producer:
     Others do not reach it; what is no event class is refused.
     """
     consumer = polling(collection, echo)
-    events = consumer.subscribe(MarkSuccess, TaskOccupyResult)
+    events = consumer.subscribe(TaskSucceeded, AttemptStarted)
     with consumer:
         producer.send("k")
         producer.result("k", 10)
         wait_until(lambda: consumer.running_count == 0, "its events are sent")
-    assert {type(event) for event in events} == {MarkSuccess, TaskOccupyResult}
-    for wrong in (str, "MarkSuccess", MarkSuccess(key="k")):
+    assert {type(event) for event in events} == {TaskSucceeded, AttemptStarted}
+    for wrong in (str, "TaskSucceeded", TaskSucceeded(key="k")):
         with pytest.raises(TypeError):
             consumer.subscribe(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="buffer"):
@@ -119,7 +121,7 @@ def test_closed_subscription_gets_nothing_more(collection: Tasks, producer: Prod
     What was there can still be read; a subscription to a stopped consumer is over at once.
     """
     with polling(collection, echo) as consumer:
-        events = consumer.subscribe(MarkSuccess)
+        events = consumer.subscribe(TaskSucceeded)
         producer.send("a")
         producer.result("a", 10)
         assert consumer.run_until_idle(10)
@@ -139,7 +141,7 @@ def test_wait_for_event_returns_the_first_that_fits(collection: Tasks, producer:
         assert consumer.wait_for_event(lambda event: event.key == "k", 0.05) is None
         waiting = pool.submit(
             consumer.wait_for_event,
-            lambda event: isinstance(event, TaskExecuteResult) and event.key == "k",
+            lambda event: isinstance(event, AttemptEnded) and event.key == "k",
             20,
         )
         failing = pool.submit(consumer.wait_for_event, lambda event: 1 / 0, 20)
@@ -150,7 +152,7 @@ def test_wait_for_event_returns_the_first_that_fits(collection: Tasks, producer:
             producer.send("k", if_exists="rerun")
             producer.send(f"other {number}")
             producer.result("k", 10)
-        assert waiting.result() == TaskExecuteResult(key="k", success=True)
+        assert without_id(waiting.result()) == AttemptEnded(key="k", running_id="*", succeeded=True)
         with pytest.raises(ZeroDivisionError):
             failing.result()
         forever = pool.submit(consumer.wait_for_event, lambda _event: False)
@@ -162,7 +164,7 @@ def test_failure_is_told_with_the_time_of_the_next_try(
     collection: Tasks, producer: Producer
 ) -> None:
     """
-    After the claim: WaitOccupy with the retry's time, then TaskExecuteResult without success.
+    After the claim: TaskFound with the retry's time, then AttemptEnded without success.
     """
 
     def function(_params: Any) -> None:
@@ -170,12 +172,12 @@ def test_failure_is_told_with_the_time_of_the_next_try(
 
     producer.send("k", retry_delay=1000)
     with polling(collection, function) as consumer:
-        events = consumer.subscribe(TaskExecuteResult, WaitOccupy, MarkSuccess)
+        events = consumer.subscribe(AttemptEnded, TaskFound, TaskSucceeded)
         wait_until(lambda: task_of(producer).failures == 1, "it has failed")
         assert consumer.run_until_idle(10)
     told = [event for event in events if event.key == "k"][-2:]
-    assert isinstance(told[0], WaitOccupy)
+    assert isinstance(told[0], TaskFound)
     retry_at = task_of(producer).attempts[0].retry_at
     assert retry_at is not None
-    assert abs(told[0].next_occupy_time - retry_at) < dt.timedelta(seconds=5)
-    assert told[1] == TaskExecuteResult(key="k", success=False)
+    assert abs(told[0].claim_at - retry_at) < dt.timedelta(seconds=5)
+    assert without_id(told[1]) == AttemptEnded(key="k", running_id="*", succeeded=False)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mscheduler_sync import (
+    AttemptEnded,
     AttemptLost,
     AttemptReleased,
     LeaseLost,
@@ -18,10 +19,9 @@ from mscheduler_sync import (
     Snooze,
     TaskCancelled,
     TaskContext,
-    TaskExecuteResult,
     current_task,
 )
-from tests.support import Document, wait_until
+from tests.support import Document, wait_until, without_id
 from tests.support.tasks import Tasks, polling, ran, reasons, task_of
 
 #: A lease whose heartbeats bring news soon.
@@ -111,7 +111,7 @@ def test_cancel_reaches_the_function(producer: Producer, collection: Tasks, heed
 
     producer.send("k", **LIVELY)
     with polling(collection, function) as consumer:
-        events = consumer.subscribe(AttemptReleased, TaskExecuteResult)
+        events = consumer.subscribe(AttemptReleased, AttemptEnded)
         assert began.wait(10)
         assert producer.cancel("k")
         assert task_of(producer).cancel_requested
@@ -124,10 +124,10 @@ def test_cancel_reaches_the_function(producer: Producer, collection: Tasks, heed
         assert [(error.key, error.reason) for error in caught] == [("k", "cancel_requested")]
         assert (task.status, task.attempts) == ("cancelled", ())
     elif heeds == "raises":
-        assert event == TaskExecuteResult(key="k", success=False)
+        assert without_id(event) == AttemptEnded(key="k", running_id="*", succeeded=False)
         assert (task.status, reasons(task)) == ("cancelled", ["ValueError: in the middle"])
     else:
-        assert event == TaskExecuteResult(key="k", success=True)
+        assert without_id(event) == AttemptEnded(key="k", running_id="*", succeeded=True)
         assert producer.result("k", 1) == "done anyway"
     if heeds != "returns":
         with pytest.raises(TaskCancelled):

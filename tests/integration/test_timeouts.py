@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mscheduler_sync import AttemptLost, Producer, TaskContext, TaskExecuteResult, TaskFailed
+from mscheduler_sync import AttemptEnded, AttemptLost, Producer, TaskContext, TaskFailed
 from tests.support import wait_until
 from tests.support.tasks import Tasks, polling, ran, reasons, task_of
 
@@ -65,7 +65,7 @@ def test_function_that_never_ends_is_reported_and_its_slot_replaced(
 
     producer.send("k", "stuck", timeout=0.1, lease=1, heartbeat=0.3, max_attempts=1)
     with polling(collection, function, max_workers=1) as consumer:
-        events = consumer.subscribe(TaskExecuteResult, AttemptLost)
+        events = consumer.subscribe(AttemptEnded, AttemptLost)
         wait_until(lambda: consumer.running_count, "it runs")
         producer.send("other", "fine")
         assert producer.result("other", 20) == "fine"
@@ -82,7 +82,7 @@ def test_function_that_never_ends_is_reported_and_its_slot_replaced(
             "every slot is free",
         )
         told = list(iter(lambda: events.get(0), None))
-    assert [(e.key, getattr(e, "success", None)) for e in told] == [
+    assert [(e.key, getattr(e, "succeeded", None)) for e in told] == [
         ("k", False),
         ("other", True),
         ("last", True),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pymongo.collection import Collection
 
-from mscheduler_sync import Consumer, MarkSuccess, Producer
+from mscheduler_sync import Consumer, Producer, TaskSucceeded
 from tests.support import Document
 
 Tasks = Collection[Document]
@@ -60,7 +60,7 @@ def test_fifty_threads_send_and_wait_for_their_results(collection: Tasks) -> Non
 
     with Consumer(collection, work, max_workers=16) as consumer:
         threads = [threading.Thread(target=use, args=(number,)) for number in range(THREADS)]
-        with consumer.subscribe(MarkSuccess) as events:
+        with consumer.subscribe(TaskSucceeded) as events:
             for thread in threads:
                 thread.start()
             for thread in threads:

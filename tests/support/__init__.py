@@ -10,7 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import attrs
 from pymongo import MongoClient
+
+from mscheduler_sync import AttemptEnded, AttemptStarted, Event
 
 T = TypeVar("T")
 
@@ -40,6 +43,15 @@ def wait_until(condition: Callable[[], T], description: str, timeout: float = 10
             raise AssertionError(msg)
         pause.wait(pause_s)
         pause_s = min(pause_s * 1.5, 0.05)
+
+
+def without_id(event: Event | None) -> Event | None:
+    """
+    *event* with ``*`` for the id of the attempt, which nobody knows beforehand.
+    """
+    if isinstance(event, AttemptStarted | AttemptEnded):
+        return attrs.evolve(event, running_id="*")
+    return event
 
 
 @contextlib.contextmanager

@@ -15,23 +15,24 @@ import pytest
 
 from mscheduler_sync import events
 from mscheduler_sync.events import (
+    AttemptEnded,
+    AttemptLost,
     AttemptReleased,
+    AttemptStarted,
     ConsumerStateChanged,
     Event,
     EventHub,
-    MarkSuccess,
-    TaskExecuteResult,
-    TaskOccupyResult,
-    WaitOccupy,
-    WaitOccupyQueueEmpty,
+    QueueEmpty,
+    TaskFound,
+    TaskSucceeded,
     deadline_after,
 )
 
-EMPTY = WaitOccupyQueueEmpty()
+EMPTY = QueueEmpty()
 
 
-def numbered(number: int) -> MarkSuccess:
-    return MarkSuccess(key=str(number))
+def numbered(number: int) -> TaskSucceeded:
+    return TaskSucceeded(key=str(number))
 
 
 def waiting(subscription: events.Subscription) -> bool:
@@ -50,13 +51,13 @@ def test_every_event_has_a_key_and_cannot_be_changed() -> None:
     """
     All events are frozen; those without a task have the key None.
     """
-    assert len(event_classes()) == 10
+    assert len(event_classes()) == 12
     for kind in event_classes():
         assert "key" in {field.name for field in attrs.fields(kind)}
         assert kind.__doc__
     assert EMPTY.key is None
     assert ConsumerStateChanged(state="running").key is None
-    event = TaskOccupyResult(key="one", success=True)
+    event = AttemptStarted(key="one", running_id="r1")
     assert event.key == "one"
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         event.key = "other"  # type: ignore[misc]
@@ -67,12 +68,10 @@ def test_events_compare_by_value() -> None:
     Two events with the same content are equal; of another class or content they are not.
     """
     moment = dt.datetime(2030, 1, 1, tzinfo=dt.timezone.utc)
-    assert WaitOccupy(key="a", next_occupy_time=moment) == WaitOccupy(
-        key="a", next_occupy_time=moment
-    )
-    other: Event = TaskExecuteResult(key="a", success=True)
-    assert TaskOccupyResult(key="a", success=True) != other
-    assert TaskOccupyResult(key="a", success=True) != TaskOccupyResult(key="a", success=False)
+    assert TaskFound(key="a", claim_at=moment) == TaskFound(key="a", claim_at=moment)
+    other: Event = AttemptLost(key="a", running_id="r1")
+    assert AttemptStarted(key="a", running_id="r1") != other
+    assert AttemptStarted(key="a", running_id="r1") != AttemptStarted(key="a", running_id="r2")
 
 
 def test_events_take_keywords_only() -> None:
@@ -80,7 +79,7 @@ def test_events_take_keywords_only() -> None:
     A new field in a later version breaks no caller, because none counts positions.
     """
     with pytest.raises(TypeError):
-        MarkSuccess("a")  # type: ignore[call-arg]
+        TaskSucceeded("a")  # type: ignore[call-arg]
 
 
 def test_events_come_in_order_to_everybody() -> None:
@@ -103,9 +102,9 @@ def test_a_subscription_may_choose_classes() -> None:
     Only events of the given classes, or of classes derived from them, are kept.
     """
     hub = EventHub()
-    chosen = hub.subscribe(MarkSuccess, TaskExecuteResult)
+    chosen = hub.subscribe(TaskSucceeded, AttemptEnded)
     everything = hub.subscribe(Event)
-    sent = [EMPTY, numbered(1), TaskExecuteResult(key="1", success=True)]
+    sent = [EMPTY, numbered(1), AttemptEnded(key="1", running_id="r1", succeeded=True)]
     for event in sent:
         hub.publish(event)
     hub.close()
@@ -113,7 +112,7 @@ def test_a_subscription_may_choose_classes() -> None:
     assert list(everything) == sent
 
 
-@pytest.mark.parametrize("wrong", [int, "MarkSuccess", EMPTY, None])
+@pytest.mark.parametrize("wrong", [int, "TaskSucceeded", EMPTY, None])
 def test_a_subscription_refuses_what_is_no_event_class(wrong: object) -> None:
     """
     A wrong class is named at once instead of never matching.
@@ -154,7 +153,7 @@ def test_classes_that_were_not_chosen_take_no_room() -> None:
     Events that nobody asked for drop nothing.
     """
     hub = EventHub()
-    chosen = hub.subscribe(MarkSuccess, buffer=1)
+    chosen = hub.subscribe(TaskSucceeded, buffer=1)
     hub.publish(numbered(1))
     for _ in range(10):
         hub.publish(EMPTY)
@@ -401,22 +400,29 @@ def test_a_subscription_to_a_stopped_consumer_is_at_its_end() -> None:
     hub.close()
     subscription = hub.subscribe()
     assert subscription.get() is None
-    assert not hub.has_listeners
+    assert not hub.wants(Event)
 
 
 def test_the_hub_knows_whether_anybody_listens() -> None:
     """
-    Events that nobody reads need not be made.
+    Events that nobody reads need not be made: not of this class, not of one below it.
     """
     hub = EventHub()
-    assert not hub.has_listeners
-    first = hub.subscribe()
-    second = hub.subscribe()
-    first.close()
-    assert hub.has_listeners
-    second.close()
-    assert not hub.has_listeners
-    first.close()
+    assert not hub.wants(AttemptEnded)
+    endings = hub.subscribe(AttemptEnded, TaskSucceeded)
+    assert [hub.wants(kind) for kind in (AttemptEnded, TaskSucceeded)] == [True, True]
+    assert not hub.wants(TaskFound)
+    assert not hub.wants(Event)
+    everything = hub.subscribe()
+    assert hub.wants(TaskFound)
+    everything.close()
+    assert not hub.wants(TaskFound)
+    base = hub.subscribe(Event)
+    assert hub.wants(TaskFound)
+    endings.close()
+    base.close()
+    assert not hub.wants(AttemptEnded)
+    base.close()
     hub.publish(EMPTY)
 
 
@@ -431,7 +437,7 @@ def test_publishing_from_many_threads_loses_nothing() -> None:
     def publish(worker: int) -> None:
         start.wait(10)
         for number in range(200):
-            hub.publish(MarkSuccess(key=f"{worker}:{number}"))
+            hub.publish(TaskSucceeded(key=f"{worker}:{number}"))
 
     def come_and_go() -> None:
         start.wait(10)

@@ -16,7 +16,7 @@ from mscheduler_sync._stages.intake import BACK_OFF_S, OTHERS_MEMORY_S, Intake
 from mscheduler_sync._stages.quarantine import Quarantine
 from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import expressions as x
-from mscheduler_sync.events import EventHub, WaitOccupy
+from mscheduler_sync.events import EventHub, TaskFound
 from tests.support import Document
 
 #: The server's time at the monotonic time 0. The queue's own clock, the machine's, is far beyond.
@@ -75,7 +75,7 @@ def test_task_is_queued_with_its_time_and_told(room: Room) -> None:
     assert room.intake.offer(task(due_s=5, priority=3, worker_timeout_ms=2_000))
     (entry,) = room.queued()
     assert (entry.key, entry.due_s, entry.priority, entry.defer_s) == ("k", 5.0, 3, 0.0)
-    assert events.get(0) == WaitOccupy(key="k", next_occupy_time=EPOCH + dt.timedelta(seconds=5))
+    assert events.get(0) == TaskFound(key="k", claim_at=EPOCH + dt.timedelta(seconds=5))
     assert room.horizon.length_s == 1.0
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._stages.quarantine import SET_ASIDE_S, Quarantine
-from mscheduler_sync.events import Event, EventHub, TaskSetAside
+from mscheduler_sync.events import Event, EventHub, TaskQuarantined
 
 
 def test_key_is_set_aside_for_its_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -32,7 +32,7 @@ def test_key_is_set_aside_for_its_time(caplog: pytest.LogCaptureFixture) -> None
     assert ("bad" in queue, "good" in queue) == (False, True)
     assert ("bad" in quarantine, "good" in quarantine) == (True, False)
     assert len(quarantine) == 1
-    assert told() == [TaskSetAside(key="bad", reason="no lease")]
+    assert told() == [TaskQuarantined(key="bad", reason="no lease")]
     (record,) = caplog.records
     assert (record.levelname, record.__dict__["event"]) == ("ERROR", "set_aside")
     assert (record.__dict__["task_key"], record.__dict__["reason"]) == ("bad", "no lease")
@@ -47,4 +47,4 @@ def test_key_is_set_aside_for_its_time(caplog: pytest.LogCaptureFixture) -> None
     assert "bad" not in quarantine
     assert len(quarantine) == 0
     quarantine.add("bad", "still no lease")
-    assert told() == [TaskSetAside(key="bad", reason="still no lease")]
+    assert told() == [TaskQuarantined(key="bad", reason="still no lease")]

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from mscheduler_sync import AttemptLost, Consumer, TaskContext, TaskExecuteResult
+from mscheduler_sync import AttemptEnded, AttemptLost, Consumer, TaskContext
 from tests.support.invariants import Witness
 from tests.support.scripts.work import client, say, say_report, speak
 
@@ -28,7 +28,7 @@ def main() -> None:
             return f"greedy {os.getpid()}"
 
     consumer = Consumer(database.tasks, work, worker_id="greedy")
-    with consumer.subscribe(AttemptLost, TaskExecuteResult) as events:
+    with consumer.subscribe(AttemptLost, AttemptEnded) as events:
         consumer.start()
         event = events.get(60)
         say("event", type(event).__name__)
