@@ -49,6 +49,16 @@ class QueueEmpty(Event):
 
 
 @attrs.frozen(kw_only=True)
+class QueueDrained(Event):
+    """
+    Of what was found nothing is due any more, and no attempt is held here.
+
+    Comes once each time that this becomes so after attempts have run. What the server has and
+    this consumer has yet to find does not count; `Consumer.run_until_idle` asks for that too.
+    """
+
+
+@attrs.frozen(kw_only=True)
 class ClaimUndecided(Event):
     """
     Nobody knows yet what became of a claim: the database did not answer, and is asked again.

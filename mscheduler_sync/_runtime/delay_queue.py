@@ -126,7 +126,8 @@ class DelayQueue:
         at random from the first *spread* of equal priority, so that several consumers
         that see the same keys do not all reach for the same ones.
 
-        What is returned counts as due until the taker, of whom there is one, comes back.
+        What is returned counts as due until the taker, of whom there is one, calls `put_down`
+        or comes back.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -145,6 +146,13 @@ class DelayQueue:
                     wait_s = min(wait_s, self._later[0][0] - now_s)
                 self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
             return []
+
+    def put_down(self) -> None:
+        """
+        The taker has nothing in its hands any more.
+        """
+        with self._changed:
+            self._in_hand = 0
 
     def count_due(self) -> int:
         """

@@ -14,15 +14,17 @@ from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._runtime.slots import Slots
-from mscheduler_sync._stages.attempt import Interrupted, Released
+from mscheduler_sync._stages.attempt import HeldAttempt, Interrupted, Outcome, Released
 from mscheduler_sync._stages.claimer import Claimer
 from mscheduler_sync._stages.contention import Contention
+from mscheduler_sync._stages.drain import Drain
 from mscheduler_sync._stages.executor import Executor, FunctionOf
 from mscheduler_sync._stages.fetcher import Fetcher
 from mscheduler_sync._stages.heartbeat_scheduler import HeartbeatScheduler
 from mscheduler_sync._stages.horizon import Horizon
 from mscheduler_sync._stages.intake import Intake
 from mscheduler_sync._stages.outcome import OutcomeWriter
+from mscheduler_sync._stages.pending import Verdict
 from mscheduler_sync._stages.quarantine import Quarantine
 from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._stages.running import RunningAttempts
@@ -82,6 +84,7 @@ class Assembly:
         self._store = store
         self._slots = slots
         self._running = running
+        self._drain = Drain(queue, running, store, hub)
         routes = Routes(worker_id, names)
         contention = Contention()
         horizon = Horizon()
@@ -92,7 +95,7 @@ class Assembly:
             worker_id,
             hub,
             held_count=lambda: running.count,
-            on_settled=running.settled,
+            on_settled=self._settled,
             on_failure=intake.record_failure,
             on_crash=on_crash,
         )
@@ -135,6 +138,7 @@ class Assembly:
             holds=running.holds,
             on_low=self.fetcher.queue_runs_low,
             on_gap=self.fetcher.request_pass,
+            on_put_down=self._drain.check,
             on_crash=on_crash,
         )
         self.watcher: Watcher | None = None
@@ -143,6 +147,10 @@ class Assembly:
         if settings.watch:
             self.watcher = Watcher(store, routes, intake, horizon, self.fetcher, on_crash)
             self.services.append(self.watcher)
+
+    def _settled(self, attempt: HeldAttempt, outcome: Outcome, verdict: Verdict) -> None:
+        self._running.settled(attempt, outcome, verdict)
+        self._drain.check()
 
     def start(self) -> None:
         for service in self.services:

@@ -69,6 +69,7 @@ class Claimer(Service):
         holds: Callable[[str], bool],
         on_low: Callable[[], None],
         on_gap: Callable[[], None],
+        on_put_down: Callable[[], None],
         on_crash: CrashHandler,
     ) -> None:
         super().__init__("claim", f"ms-claim:{routes.worker_id}", _log, on_crash)
@@ -86,6 +87,7 @@ class Claimer(Service):
         self._holds = holds
         self._on_low = on_low
         self._on_gap = on_gap
+        self._on_put_down = on_put_down
         # Of this thread alone.
         self._contention = contention
         self._cannot_start = False
@@ -112,6 +114,9 @@ class Claimer(Service):
             # The queue has forgotten these keys; a pass finds them again.
             self._on_gap()
             raise
+        finally:
+            self._queue.put_down()
+            self._on_put_down()
 
     def _free_slots(self) -> int:
         free = self._slots.wait_free(_IDLE_WAIT_S)

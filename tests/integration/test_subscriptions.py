@@ -15,6 +15,7 @@ from mscheduler_sync import (
     AttemptStarted,
     ConsumerStateChanged,
     Producer,
+    QueueDrained,
     QueueEmpty,
     TaskFinished,
     TaskFound,
@@ -181,3 +182,22 @@ def test_failure_is_told_with_the_time_of_the_next_try(
     assert retry_at is not None
     assert abs(told[0].claim_at - retry_at) < dt.timedelta(seconds=5)
     assert without_id(told[1]) == AttemptEnded(key="k", running_id="*", succeeded=False)
+
+
+def test_drained_queue_is_told_once_all_has_run(collection: Tasks, producer: Producer) -> None:
+    """
+    After the last event of the last attempt, once for each burst; what is due later does not count.
+    """
+    producer.send("later", delay=1000)
+    with polling(collection, echo, max_workers=2) as consumer:
+        events = consumer.subscribe(QueueDrained, TaskFinished)
+        for burst in range(2):
+            producer.send_many([(f"{burst}:{number}", number) for number in range(10)])
+            assert consumer.run_until_idle(20)
+    told = list(events)
+    assert len([event for event in told if isinstance(event, TaskFinished)]) == 20
+    drained = [n for n, event in enumerate(told) if isinstance(event, QueueDrained)]
+    # A page that a query reads may come in pieces; the last word is that all has run.
+    assert drained
+    assert drained[-1] == len(told) - 1
+    assert all(isinstance(told[n - 1], TaskFinished) for n in drained)

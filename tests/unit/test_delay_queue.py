@@ -456,6 +456,10 @@ def test_what_was_taken_counts_until_the_taker_comes_back() -> None:
     assert not queue.is_idle()
     assert queue.take(5, 0) == []
     assert queue.is_idle()
+    queue.push("once more", time.monotonic())
+    assert [entry.key for entry in queue.take(5, 1)] == ["once more"]
+    queue.put_down()
+    assert queue.is_idle()
 
 
 # -- what is left to others ----------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_every_event_has_a_key_and_cannot_be_changed() -> None:
     """
     All events are frozen; those without a task have the key None.
     """
-    assert len(event_classes()) == 12
+    assert len(event_classes()) == 13
     for kind in event_classes():
         assert "key" in {field.name for field in attrs.fields(kind)}
         assert kind.__doc__
