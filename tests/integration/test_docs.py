@@ -277,7 +277,7 @@ def test_every_option_is_documented_with_its_default(function: Any, page: str) -
     assert {name: documented.get(name) for name in options} == options
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/document.md"])
+@pytest.mark.parametrize("page", ["docs/crate.md", "docs/document.md"])
 def test_every_name_of_the_crate_is_mapped(page: str) -> None:
     """
     The options of the Rust crate's send appear where a Rust user would look for them.
