@@ -53,9 +53,11 @@ demo: install ## Run the demonstration on an embedded server
 demo-pool: install ## Show a fleet of pollers that loses a process
 	@$(BIN)/python examples/pool_pollers.py
 
-# The tests wait most of the time, for leases to end and servers to come back: four at once, each with its own
+# The tests wait most of the time, for leases to end and servers to come back: six at once, each with its own
 # server. On a given server one after the other: fail points hold for all that talk to it.
-PYTEST := $(BIN)/python -m pytest $(if $(MSCHEDULER_URI),,-n 4 --dist worksteal)
+PYTEST := $(BIN)/python -m pytest $(if $(MSCHEDULER_URI),,-n 6 --dist worksteal)
+# They start Python some two hundred times: it need not compile the library anew each time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test
 test: install ## Run the unit, integration and fault tests
