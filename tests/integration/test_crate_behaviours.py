@@ -516,11 +516,13 @@ def test_finished_task_is_updated_although_running_ones_are_not(
     """
     not_update_running means what it says: a finished task is changed, and may be run again.
     """
-    start(echo)
+    consumer = start(echo)
     producer.send("111", 1)
     producer.result("111", 10)
+    consumer.stop()
     result = producer.send("111", 2, if_exists="rerun", if_running="raise")
     assert result == SendResult("111", False, True, "waiting")
+    start(echo)
     assert producer.result("111", 10) == 2
 
 
