@@ -205,14 +205,20 @@ class Producer:
         """
         key = checked_key(key)
         options["if_exists"] = "update"
-        SendOptions.checked(**options)
+        pair = {"lease", "heartbeat"}
+        checkable = options.copy()
+        if len(pair & options.keys()) == 1:
+            # It may fit what is stored, though not the default of the other.
+            checkable.pop("lease", None)
+            checkable.pop("heartbeat", None)
+        SendOptions.checked(**checkable)
         frozen = None if params is UNCHANGED else self._sender.freeze(params)
         given = {*options} if params is UNCHANGED else {*options, "params"}
         self._ready()
         document = self._store.find_task(key, WITHOUT_VALUES)
         if document is None:
             raise TaskNotFound(key)
-        if given & {"lease", "heartbeat"}:
+        if given & pair:
             # They are checked against each other, the one not given as it is stored.
             stored = model.read_options(model.decode_fields(document))
             options = {"lease": stored.lease, "heartbeat": stored.heartbeat, **options}

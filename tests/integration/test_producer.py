@@ -237,6 +237,21 @@ def test_update_checks_a_heartbeat_against_the_stored_lease(
     assert stored(collection)["task_option"]["ping_interval_ms"] == 5000
 
 
+def test_update_of_the_lease_alone_is_checked_against_the_stored_heartbeat(
+    producer: Producer, collection: Tasks
+) -> None:
+    """
+    A lease too short for the default heartbeat does for a task whose own is shorter.
+    """
+    producer.send("a", lease=60, heartbeat=2)
+    assert producer.update("a", lease=10).updated
+    assert collection.find_one({"key": "a"}, {"_id": 0, "task_option.worker_timeout_ms": 1}) == {
+        "task_option": {"worker_timeout_ms": 10_000}
+    }
+    with pytest.raises(ValueError, match="heartbeat must be at most half the lease"):
+        producer.update("a", lease=3)
+
+
 def test_update_of_a_task_that_is_deleted_meanwhile_makes_no_new_one(
     producer: Producer, collection: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
