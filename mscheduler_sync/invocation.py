@@ -16,16 +16,12 @@ Invocation = Callable[[Any, TaskContext], Any]
 _CONTEXT_NAMES = frozenset({"context", "ctx", "task", "task_context"})
 
 
-def invocation_of(function: Callable[..., Any]) -> Invocation:
+def check_plain(function: object) -> None:
     """
-    Return a call of *function* as ``function(params)`` or ``function(params, context)``.
-
-    The context is passed if a second positional parameter is required, or is called
-    ``context``, ``ctx``, ``task`` or ``task_context``. A function whose signature
-    cannot be read is called with params alone.
+    Check that *function* does its work when it is called, in the thread that calls it.
 
     Raises:
-        TypeError: If *function* is not callable, is a coroutine function, or takes neither form.
+        TypeError: If it is not callable, or is a coroutine function or a generator function.
     """
     if not callable(function):
         msg = f"a function is needed, got {function!r}"
@@ -41,6 +37,20 @@ def invocation_of(function: Callable[..., Any]) -> Invocation:
         if inspect.isgeneratorfunction(code):
             msg = f"{function!r} is a generator function; its body would never run"
             raise TypeError(msg)
+
+
+def invocation_of(function: Callable[..., Any]) -> Invocation:
+    """
+    Return a call of *function* as ``function(params)`` or ``function(params, context)``.
+
+    The context is passed if a second positional parameter is required, or is called
+    ``context``, ``ctx``, ``task`` or ``task_context``. A function whose signature
+    cannot be read is called with params alone.
+
+    Raises:
+        TypeError: If *function* is not callable, is a coroutine function, or takes neither form.
+    """
+    check_plain(function)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
