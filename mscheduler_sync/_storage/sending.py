@@ -38,9 +38,9 @@ IfRunning = Literal["apply", "raise"]
 RetryScope = Literal["task", "worker"]
 
 
-class SendOptionsDict(TypedDict, total=False):
+class SharedOptionsDict(TypedDict, total=False):
     """
-    The options of `Producer.send` by name, for type checkers and editors.
+    The options of a send that a declared task takes as they are, for type checkers and editors.
     """
 
     run_at: dt.datetime | None
@@ -48,7 +48,6 @@ class SendOptionsDict(TypedDict, total=False):
     priority: int
     concurrency: int
     max_attempts: int
-    retry_delay: Duration
     retry_backoff: float
     retry_max_delay: Duration | None
     retry_jitter: float
@@ -58,12 +57,20 @@ class SendOptionsDict(TypedDict, total=False):
     timeout: Duration | None
     keep_finished: Duration | None
     worker_ids: Sequence[str]
-    name: str | None
     tags: Sequence[str]
     if_exists: IfExists
     if_running: IfRunning
     clean_success: bool
     clean_failed: bool
+
+
+class SendOptionsDict(SharedOptionsDict, total=False):
+    """
+    The options of `Producer.send` by name, for type checkers and editors.
+    """
+
+    retry_delay: Duration
+    name: str | None
 
 
 def _moment(value: object, name: str) -> dt.datetime:
