@@ -4,7 +4,10 @@ A synchronous, thread-pool task scheduler on MongoDB.
 Start with `Producer` and `Consumer`, or with `mscheduler_sync.pool.Node`; see the README.
 """
 
+from mscheduler_sync._declared.table import Codec
+from mscheduler_sync._declared.task import DeclaredTask
 from mscheduler_sync._stages.assembly import StopReport
+from mscheduler_sync.app import App
 from mscheduler_sync.consumer import Consumer
 from mscheduler_sync.context import Reason, TaskContext, current_task
 from mscheduler_sync.errors import (
@@ -56,6 +59,10 @@ from mscheduler_sync.sender import SendResult
 __version__ = "0.1.0"
 
 __all__ = [  # noqa: RUF022 - grouped by purpose
+    # declared tasks
+    "App",
+    "DeclaredTask",
+    "Codec",
     # working
     "Producer",
     "SendResult",
