@@ -32,6 +32,13 @@ result: {'sent_to': 'orders@example.com'}
 """
 PRINTED = {
     "quickstart": QUICKSTART,
+    "declared": r"""
+new: True
+again: False
+refused: task 'declared\.send_invoice' got a wrong argument: order_id must be int, is str
+result: 42: 19\.90 due on 24 December, sent in attempt 3
+the task 'invoice:43' failed: PermanentFailure: ValueError: nobody owes a negative sum
+""",
     "delayed": r"""
 soon: done in attempt 1
 flaky: done in attempt 3
