@@ -3,12 +3,13 @@ Keep one server process for exactly as long as the process that wants it.
 
 A program of its own, run by path with ``python -I``: standard library only, nothing of the
 package. `EmbeddedServer` starts it in a session of its own, so that Ctrl-C reaches neither
-guard nor server, with the arguments PARENT_PID PORT SCRATCH_FOLDER COMMAND...
+guard nor server, with the arguments PARENT_PID SCRATCH_FOLDER COMMAND...
 
 - Standard input is a pipe that the parent holds: anything that arrives there, and its end, means
   stop. A forked sibling may hold the pipe open after the parent's death, so the parent's id is
   watched too. SIGTERM means stop as well.
-- Standard output gets one JSON object a line: ``{"pid": 1}`` once the command runs, then
+- Standard output gets one JSON object a line: ``{"pid": 1}`` once the command runs,
+  ``{"port": 2}`` once it has printed that it listens there, and
   ``{"status": 0, "output": "..."}`` once it has ended.
 - The scratch folder is where the command runs, and is removed at the end.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -28,20 +30,22 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-PARENT_CHECK_S = 0.5
+#: The parent's life and SIGTERM are looked at so often.
+CHECK_S = 0.5
 GRACE_S = 5.0
 KNOCK_S = 0.02
 KNOCKS_PER_SIGNAL = 5
 OUTPUT_LIMIT = 8192
+LISTENS = re.compile(rb" listening on \S+:(\d+)\s")
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    parent_pid, port, scratch = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    wake = _wake_on_sigterm()
+    parent_pid, scratch, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    stop_asked = _note_sigterm()
     try:
         server = subprocess.Popen(
-            sys.argv[4:],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -54,25 +58,38 @@ def main() -> int:
         _report({"status": -1, "output": str(error)})
         return 1
     assert server.stdout is not None
-    output = _Tail(server.stdout)
+    output = _Output(server.stdout)
     _report({"pid": server.pid})
-    _watch(server, output, wake, parent_pid)
-    _stop(server, output, port)
+    with selectors.DefaultSelector() as selector:
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        selector.register(output.stream, selectors.EVENT_READ)
+        while server.poll() is None and os.getppid() == parent_pid and not stop_asked:
+            ready = {key.fileobj for key, _ in selector.select(CHECK_S)}
+            if sys.stdin in ready:
+                break
+            if output.stream in ready and not output.read():
+                selector.unregister(output.stream)
+                # Its end of the pipe closes a moment before the process is gone.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    server.wait(CHECK_S)
+    _stop(server, output)
     output.read()
     shutil.rmtree(scratch, ignore_errors=True)
-    _report({"status": server.returncode, "output": output.text()})
+    _report({"status": server.returncode, "output": output.end.decode(errors="replace")})
     return 0
 
 
-class _Tail:
+class _Output:
     """
-    The end of what the server prints; reading it never waits.
+    What the server prints: its port, which is reported, and the end. Reading never waits.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
         os.set_blocking(stream.fileno(), False)
         self.stream = stream
-        self._data = b""
+        self.end = b""
+        #: 0 until the server listens.
+        self.port = 0
 
     def read(self) -> bool:
         """
@@ -80,28 +97,26 @@ class _Tail:
         """
         try:
             while data := os.read(self.stream.fileno(), OUTPUT_LIMIT):
-                self._data = (self._data + data)[-OUTPUT_LIMIT:]
+                self.end = (self.end + data)[-OUTPUT_LIMIT:]
+                if not self.port and (match := LISTENS.search(self.end)):
+                    self.port = int(match[1])
+                    _report({"port": self.port})
         except BlockingIOError:
             return True
         return False
 
-    def text(self) -> str:
-        return self._data.decode(errors="replace")
 
-
-def _wake_on_sigterm() -> socket.socket:
+def _note_sigterm() -> list[int]:
     """
-    Make the end of a socket pair readable at SIGTERM; the other signals of a terminal are ignored.
+    Return a list that SIGTERM fills; the other signals of a terminal are ignored.
     """
-    wake, waker = socket.socketpair()
-    waker.setblocking(False)
-    signal.set_wakeup_fd(waker.detach())
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # The thread that started the guard may have had signals blocked; that is inherited.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    return wake
+    return received
 
 
 def _die_with_guard() -> Callable[[], None] | None:
@@ -126,28 +141,7 @@ def _die_with_guard() -> Callable[[], None] | None:
     return ask_kernel
 
 
-def _watch(
-    server: subprocess.Popen[bytes], output: _Tail, wake: socket.socket, parent_pid: int
-) -> None:
-    """
-    Return when the server has ended or is to end.
-    """
-    with selectors.DefaultSelector() as selector:
-        selector.register(sys.stdin, selectors.EVENT_READ)
-        selector.register(wake, selectors.EVENT_READ)
-        selector.register(output.stream, selectors.EVENT_READ)
-        while server.poll() is None and os.getppid() == parent_pid:
-            ready = {key.fileobj for key, _ in selector.select(PARENT_CHECK_S)}
-            if sys.stdin in ready or wake in ready:
-                return
-            if output.stream in ready and not output.read():
-                selector.unregister(output.stream)
-                # Its end of the pipe closes a moment before the process is gone.
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    server.wait(PARENT_CHECK_S)
-
-
-def _stop(server: subprocess.Popen[bytes], output: _Tail, port: int) -> None:
+def _stop(server: subprocess.Popen[bytes], output: _Output) -> None:
     deadline_s = time.monotonic() + GRACE_S
     if server.poll() is None:
         server.terminate()
@@ -155,7 +149,7 @@ def _stop(server: subprocess.Popen[bytes], output: _Tail, port: int) -> None:
     while server.poll() is None and time.monotonic() < deadline_s:
         # One that has seen the signal is held up by its blocked accept() until somebody connects,
         # and then listens no more.
-        if _knock(port):
+        if _knock(output.port):
             knocks += 1
             if knocks % KNOCKS_PER_SIGNAL == 0:
                 # The system gave the signal to a thread other than the one that waits for it.

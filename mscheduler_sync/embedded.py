@@ -23,7 +23,6 @@ import queue
 import selectors
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,7 +37,6 @@ import attrs
 import pymongo
 from pymongo import MongoClient
 from pymongo.collection import Collection
-from pymongo.errors import OperationFailure, PyMongoError
 
 from mscheduler_sync.errors import MSchedulerError
 
@@ -47,9 +45,6 @@ __all__ = ["EmbeddedServer", "EmbeddedServerError", "find_server_command", "open
 _COMMAND = "secantusd-py"
 _HOST = "127.0.0.1"
 _DATABASE = "mscheduler"
-_PORT_TRIES = 5
-_LOOK_S = 0.02
-_ANSWER_S = 2.0
 _CLIENT_CLOSE_S = 1.0
 #: The guard kills a server that has not ended after 5 s; past this the guard itself is stuck.
 _GUARD_STOP_S = 10.0
@@ -59,13 +54,9 @@ class EmbeddedServerError(MSchedulerError):
     """
     The embedded server cannot be started, or is not in the state that a call needs.
 
-    The message names the problem and ends with what the server printed last, if it printed
-    anything. Nothing is left running.
+    The message names the problem and ends with what the server printed last, unless that tells
+    nothing more. Nothing is left running.
     """
-
-
-class _PortInUse(EmbeddedServerError):
-    pass
 
 
 def find_server_command() -> str:
@@ -90,31 +81,6 @@ def find_server_command() -> str:
     raise EmbeddedServerError(msg)
 
 
-def _storage_path(path: str | os.PathLike[str] | None) -> Path | None:
-    # Absolute now: the server runs in another folder.
-    return None if path is None else Path(path).absolute()
-
-
-def _arguments(args: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(args, str):
-        msg = f"args must be a sequence of strings, got the string {args!r}"
-        raise TypeError(msg)
-    return tuple(args)
-
-
-def _check_port(_: object, __: object, port: int) -> None:
-    if not 0 <= port <= 65_535:  # noqa: PLR2004 - what a port is
-        msg = f"port must be between 0 and 65535, got {port}"
-        raise ValueError(msg)
-
-
-def _check_startup_timeout(_: object, __: object, startup_timeout: float) -> None:
-    if not startup_timeout > 0:
-        msg = f"startup_timeout must be more than 0 seconds, got {startup_timeout}"
-        raise ValueError(msg)
-
-
-@attrs.define(eq=False)
 class EmbeddedServer:
     """
     A server process of this process's own, on the loopback interface, without passwords.
@@ -128,24 +94,40 @@ class EmbeddedServer:
     Args:
         path: Folder of the data, made if missing. None: a temporary one, removed by `stop`.
         port: TCP port on 127.0.0.1. 0: a free one.
-        args: Further arguments of the server's command.
+        args: Further arguments of the server's command; its log level is always INFO.
         startup_timeout: Seconds that the server may take to answer.
     """
 
-    _path: Path | None = attrs.field(default=None, converter=_storage_path)
-    _port: int = attrs.field(default=0, validator=_check_port)
-    _args: tuple[str, ...] = attrs.field(default=(), kw_only=True, converter=_arguments)
-    _startup_timeout_s: float = attrs.field(
-        default=30.0, kw_only=True, alias="startup_timeout", validator=_check_startup_timeout
-    )
-    _running: _Running | None = attrs.field(default=None, init=False, repr=False)
-    _stopped: bool = attrs.field(default=False, init=False)
-    #: Guards `_running` and `_stopped`.
-    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False, repr=False)
-    _client: MongoClient[dict[str, Any]] | None = attrs.field(default=None, init=False, repr=False)
-    _client_pid: int = attrs.field(default=0, init=False, repr=False)
-    #: Guards `_client` and `_client_pid`; its own, since `start` holds the other for long.
-    _client_lock: threading.Lock = attrs.field(factory=threading.Lock, init=False, repr=False)
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        port: int = 0,
+        *,
+        args: Iterable[str] = (),
+        startup_timeout: float = 30.0,
+    ) -> None:
+        if isinstance(args, str):
+            msg = f"args must be a sequence of strings, got the string {args!r}"
+            raise TypeError(msg)
+        if not 0 <= port <= 65_535:  # noqa: PLR2004 - what a port is
+            msg = f"port must be between 0 and 65535, got {port}"
+            raise ValueError(msg)
+        if not startup_timeout > 0:
+            msg = f"startup_timeout must be more than 0 seconds, got {startup_timeout}"
+            raise ValueError(msg)
+        # Absolute now: the server runs in another folder.
+        self._path = None if path is None else Path(path).absolute()
+        self._port = port
+        self._args = tuple(args)
+        self._startup_timeout_s = startup_timeout
+        self._lock = threading.Lock()
+        # Under _lock.
+        self._running: _Running | None = None
+        self._stopped = False
+        #: Its own, since `start` holds the other for long.
+        self._client_lock = threading.Lock()
+        # Under _client_lock. By process: a forked child inherits that of its parent.
+        self._clients: dict[int, MongoClient[dict[str, Any]]] = {}
 
     def __enter__(self) -> EmbeddedServer:
         self.start()
@@ -172,7 +154,7 @@ class EmbeddedServer:
                 what = "was stopped" if self._stopped else "runs already"
                 msg = f"this embedded server {what}; make a new EmbeddedServer"
                 raise EmbeddedServerError(msg)
-            self._running = self._start_on_some_port(find_server_command())
+            self._running = self._start()
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -181,7 +163,12 @@ class EmbeddedServer:
 
         May be called again, before `start`, and by a forked child, where the server stays.
         """
-        self._close_client()
+        with self._client_lock:
+            client = self._clients.pop(os.getpid(), None)
+            if client is not None:
+                # It tells the server which sessions end; with the server dead it looks for one.
+                with pymongo.timeout(_CLIENT_CLOSE_S):
+                    client.close()
         if self._running is not None and self._running.owner_pid != os.getpid():
             return
         with self._lock:
@@ -208,7 +195,9 @@ class EmbeddedServer:
         Raises:
             EmbeddedServerError: If the server was not started.
         """
-        return _uri(self._started().port)
+        # The server's table of retryable writes makes each write slower than the one before.
+        options = "directConnection=true&retryWrites=false&w=majority&journal=true"
+        return f"mongodb://{_HOST}:{self.port}/?{options}"
 
     @property
     def port(self) -> int:
@@ -246,19 +235,10 @@ class EmbeddedServer:
             if self._stopped:
                 msg = "this embedded server was stopped"
                 raise EmbeddedServerError(msg)
-            if self._client is None or self._client_pid != os.getpid():
-                self._client = MongoClient(uri, tz_aware=True)
-                self._client_pid = os.getpid()
-            return self._client[_DATABASE][name]
-
-    def _close_client(self) -> None:
-        with self._client_lock:
-            # A client that was inherited by a fork is the parent's.
-            if self._client is not None and self._client_pid == os.getpid():
-                # It tells the server which sessions end; with the server dead it looks for one.
-                with pymongo.timeout(_CLIENT_CLOSE_S):
-                    self._client.close()
-                self._client = None
+            client = self._clients.get(os.getpid())
+            if client is None:
+                client = self._clients[os.getpid()] = MongoClient(uri, tz_aware=True)
+            return client[_DATABASE][name]
 
     def _started(self) -> _Running:
         running = self._running
@@ -267,17 +247,8 @@ class EmbeddedServer:
             raise EmbeddedServerError(msg)
         return running
 
-    def _start_on_some_port(self, command: str) -> _Running:
-        for _ in range(_PORT_TRIES - 1):
-            try:
-                return self._start_on(self._port or _free_port(), command)
-            except _PortInUse:
-                if self._port:
-                    raise
-        return self._start_on(self._port or _free_port(), command)
-
-    def _start_on(self, port: int, command: str) -> _Running:
-        _check_free(port)
+    def _start(self) -> _Running:
+        command = find_server_command()
         scratch = Path(tempfile.mkdtemp(prefix="mscheduler-embedded-"))
         try:
             # Without one the server reads what it finds in the current and the home folder.
@@ -286,31 +257,45 @@ class EmbeddedServer:
             path = self._path or scratch / "data"
             path.mkdir(parents=True, exist_ok=True)
             guard = _start_guard(
-                port,
                 scratch,
                 [
                     command,
                     *("--config", str(config)),
                     *("--host", _HOST),
-                    *("--port", str(port)),
+                    *("--port", str(self._port)),
                     *("--storage-path", str(path)),
                     "--sync-on-commit",
                     *("--noop-heartbeat-seconds", "10"),
-                    *("--log-level", "WARNING"),
                     *self._args,
+                    # The guard reads there that the server listens, and on which port.
+                    *("--log-level", "INFO"),
                 ],
             )
         except OSError as error:
             shutil.rmtree(scratch, ignore_errors=True)
             msg = f"the embedded server cannot be started: {error}"
             raise EmbeddedServerError(msg) from error
-        running = _Running(guard, port, path, scratch)
+        running = _Running(guard, path, scratch)
         try:
-            running.wait_ready(self._startup_timeout_s)
-        except BaseException:
-            running.end()
-            raise
+            in_time = running.wait_ready(self._startup_timeout_s)
+        finally:
+            if not running.port:
+                running.end()
+        if not running.port:
+            raise self._failure(running, in_time=in_time)
         return running
+
+    def _failure(self, ended: _Running, *, in_time: bool) -> EmbeddedServerError:
+        output = ended.output.strip()
+        if not in_time:
+            problem = f"the embedded server did not answer within {self._startup_timeout_s:g} s"
+        elif "address already in use" in output.lower():
+            return EmbeddedServerError(f"the port {self._port} is in use")
+        elif "resource busy" in output.lower():
+            problem = f"the path {ended.path} is in use by another embedded server"
+        else:
+            problem = f"the embedded server ended with status {ended.status} before it answered"
+        return EmbeddedServerError(f"{problem}; its last output:\n{output}" if output else problem)
 
 
 @attrs.define(eq=False)
@@ -320,32 +305,32 @@ class _Running:
     """
 
     guard: subprocess.Popen[bytes]
-    port: int
     path: Path
     scratch: Path
     owner_pid: int = attrs.field(factory=os.getpid, init=False)
-    #: 0 until the guard has told.
+    # What the guard tells; 0 until it has.
     server_pid: int = attrs.field(default=0, init=False)
-    #: What the guard said at the end: the server's exit status, and the end of its output.
+    port: int = attrs.field(default=0, init=False)
+    # At the end: the server's exit status, and the last of its output.
     status: int | None = attrs.field(default=None, init=False)
     output: str = attrs.field(default="", init=False)
-    _heard: bytes = attrs.field(default=b"", init=False)
 
-    def wait_ready(self, timeout_s: float) -> None:
+    def wait_ready(self, timeout_s: float) -> bool:
+        """
+        Wait until the server listens or has ended; return whether it was in time.
+        """
+        assert self.guard.stdout is not None
         deadline_s = time.monotonic() + timeout_s
-        answering_pid: int | None = None
-        while time.monotonic() < deadline_s:
-            if not self._listen(_LOOK_S):
-                raise self._early_end()
-            if self.server_pid:
-                answering_pid = _answering_pid(self.port, self.server_pid)
-                if answering_pid == self.server_pid:
-                    return
-        self.end()
-        msg = f"the embedded server did not answer on port {self.port} within {timeout_s:g} s"
-        if answering_pid is not None:
-            msg += f", but the process {answering_pid} did"
-        raise EmbeddedServerError(msg + self._last_output())
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.guard.stdout, selectors.EVENT_READ)
+            while not self.port:
+                if not selector.select(max(0.0, deadline_s - time.monotonic())):
+                    return False
+                line = self.guard.stdout.readline()
+                if not line:
+                    break
+                self._take(line)
+        return True
 
     def end(self) -> None:
         """
@@ -357,67 +342,35 @@ class _Running:
         # here already if an earlier call was interrupted.
         with contextlib.suppress(OSError, ValueError):
             self.guard.stdin.write(b"stop")
-        with contextlib.suppress(OSError):
-            self.guard.stdin.close()
-        deadline_s = time.monotonic() + _GUARD_STOP_S
-        while (left_s := deadline_s - time.monotonic()) > 0 and self._listen(left_s):
-            pass
-        if left_s <= 0:
+        try:
+            told, _ = self.guard.communicate(timeout=_GUARD_STOP_S)
+        except subprocess.TimeoutExpired:
             # Server first: as the child of a living guard its id cannot have been given away.
             if self.server_pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.server_pid, signal.SIGKILL)
             self.guard.kill()
-        self.guard.wait()
-        self.guard.stdout.close()
+            self.guard.wait()
+            self.guard.stdout.close()
+        else:
+            for line in told.splitlines():
+                self._take(line)
         # Again, in case the guard was killed.
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-    def _listen(self, timeout_s: float) -> bool:
-        """
-        Take in what the guard reports, for at most *timeout_s*; False once the guard has ended.
-        """
-        assert self.guard.stdout is not None
-        if self.guard.stdout.closed:
-            return False
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.guard.stdout, selectors.EVENT_READ)
-            if not selector.select(timeout_s):
-                return True
-        data = os.read(self.guard.stdout.fileno(), 65_536)
-        *lines, self._heard = (self._heard + data).split(b"\n")
-        for line in lines:
-            self._take(line)
-        return data != b""
 
     def _take(self, line: bytes) -> None:
         try:
             message: dict[str, Any] = json.loads(line)
             self.server_pid = message.get("pid", self.server_pid)
+            self.port = message.get("port", self.port)
             self.status = message.get("status", self.status)
             self.output = message.get("output", self.output)
         except (ValueError, AttributeError):
             # The guard's own traceback.
-            self.output += line.decode(errors="replace") + "\n"
-
-    def _early_end(self) -> EmbeddedServerError:
-        output = self.output.lower()
-        if "address already in use" in output:
-            return self._port_in_use()
-        if "resource busy" in output:
-            msg = f"the path {self.path} is in use by another embedded server"
-        else:
-            msg = f"the embedded server ended with status {self.status} before it answered"
-        return EmbeddedServerError(msg + self._last_output())
-
-    def _port_in_use(self) -> EmbeddedServerError:
-        return _PortInUse(f"the port {self.port} is in use{self._last_output()}")
-
-    def _last_output(self) -> str:
-        return f"; its last output:\n{self.output.strip()}" if self.output.strip() else ""
+            self.output += line.decode(errors="replace").rstrip() + "\n"
 
 
-def _start_guard(port: int, scratch: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start_guard(scratch: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
     # What is set for this program's interpreter (warnings as errors, a home) is not the server's.
     environment = {
         name: value
@@ -426,7 +379,7 @@ def _start_guard(port: int, scratch: Path, command: Sequence[str]) -> subprocess
     }
     guard = Path(__file__).with_name("_embedded_guard.py")
     return subprocess.Popen(
-        [sys.executable, "-I", str(guard), str(os.getpid()), str(port), str(scratch), *command],
+        [sys.executable, "-I", str(guard), str(os.getpid()), str(scratch), *command],
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -436,57 +389,6 @@ def _start_guard(port: int, scratch: Path, command: Sequence[str]) -> subprocess
         env=environment,
         start_new_session=True,
     )
-
-
-def _uri(port: int) -> str:
-    # The server's table of retryable writes makes each write slower than the one before.
-    options = "directConnection=true&retryWrites=false&w=majority&journal=true"
-    return f"mongodb://{_HOST}:{port}/?{options}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _check_free(port: int) -> None:
-    with socket.socket() as probe:
-        # As the server does it: connections that have ended do not count.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_HOST, port))
-        except OSError as error:
-            msg = f"the port {port} cannot be used: {error.strerror}"
-            raise _PortInUse(msg) from error
-
-
-def _answering_pid(port: int, expected_pid: int) -> int | None:
-    """
-    Return the id of the process that answers on *port*, None if none does; at most some seconds.
-
-    An answer without an id counts as that of *expected_pid*.
-    """
-    try:
-        # Cheaper than a client that finds nobody.
-        socket.create_connection((_HOST, port), timeout=_ANSWER_S).close()
-    except OSError:
-        return None
-    milliseconds = int(_ANSWER_S * 1000)
-    client: MongoClient[dict[str, Any]] = MongoClient(
-        _uri(port), serverSelectionTimeoutMS=milliseconds, socketTimeoutMS=milliseconds
-    )
-    with client:
-        try:
-            client.admin.command("ping")
-            pid: int = client.admin.command("serverStatus")["pid"]
-        except OperationFailure:
-            # With --auth it talks to nobody unknown.
-            return expected_pid
-        except (PyMongoError, KeyError):
-            return None
-        return pid
 
 
 @contextlib.contextmanager
