@@ -259,8 +259,8 @@ def ended_by(fields: Mapping[str, Any], running_id: str) -> Ended | None:
     """
     Return the status in which a task has ended, if a statement about *running_id* has ended it.
 
-    None: it has not ended, or by another statement. *fields* have what `statements.ENDING` asks
-    for, and the ids of the attempts.
+    None: it has not ended, or by another statement. *fields* have what `statements.base.ENDING`
+    asks for, and the ids of the attempts.
     """
     status = fields.get("status")
     if status not in TERMINAL:

@@ -240,7 +240,7 @@ class Producer:
         """
         key = checked_key(key)
         self._ready()
-        at_most_twice(lambda: self._store.update(statements.cancel(key)))
+        at_most_twice(lambda: self._store.update(statements.producing.cancel(key)))
         document = self._store.find_task(key, WITHOUT_VALUES)
         if document is None:
             raise TaskNotFound(key)
@@ -264,7 +264,7 @@ class Producer:
             raise TaskNotFound(key)
         if not before.is_finished:
             return False
-        again = statements.resend(
+        again = statements.producing.resend(
             key,
             uuid.uuid4().hex,
             start_time=None,
@@ -283,7 +283,7 @@ class Producer:
 
         A function that runs is not stopped; its outcome is then refused.
         """
-        return self._store.delete(statements.delete_task(checked_key(key))) > 0
+        return self._store.delete(statements.producing.delete_task(checked_key(key))) > 0
 
     def delete_finished(
         self,
@@ -306,11 +306,13 @@ class Producer:
         cutoff = self._store.clock.now() - dt.timedelta(seconds=age_s)
         deleted = 0
         while True:
-            found = self._store.find(statements.finished_before(cutoff, statuses, _KEY_CHUNK))
+            found = self._store.find(
+                statements.producing.finished_before(cutoff, statuses, _KEY_CHUNK)
+            )
             if not found:
                 return deleted
             keys = [str(document["key"]) for document in found]
-            count = self._store.delete(statements.delete_ended(keys, cutoff, statuses))
+            count = self._store.delete(statements.producing.delete_ended(keys, cutoff, statuses))
             deleted += count
             if not count:
                 return deleted
@@ -347,7 +349,9 @@ class Producer:
         # A page is short only at the end, however many of its documents are unreadable.
         while len(tasks) < limit:
             wanted = limit - len(tasks)
-            found = self._store.find(statements.tasks(condition, after=after, limit=wanted))
+            found = self._store.find(
+                statements.producing.tasks(condition, after=after, limit=wanted)
+            )
             tasks.extend(self._readable(found))
             if len(found) < wanted:
                 break
@@ -360,7 +364,7 @@ class Producer:
         """
         Count the tasks, by their stored status. Reads the whole collection.
         """
-        return self._store.count(statements.tasks(_condition(status, name, tag)))
+        return self._store.count(statements.producing.tasks(_condition(status, name, tag)))
 
     def result(self, key: str, timeout: float | None = None, *, all: bool = False) -> Any:
         """

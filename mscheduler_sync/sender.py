@@ -17,6 +17,7 @@ from mscheduler_sync import model
 from mscheduler_sync._storage import codec, statements
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage.sending import SendOptions, SendOptionsDict
+from mscheduler_sync._storage.statement import Update
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import (
     InvalidTask,
@@ -155,7 +156,7 @@ class Sender:
 
     def _send_chunk(self, sends: Sequence[Send]) -> list[SendResult]:
         now = self._store.clock.now()
-        inserts = [statements.new_task(send.document(now)) for send in sends]
+        inserts = [statements.producing.new_task(send.document(now)) for send in sends]
         inserted, errors = at_most_twice(lambda: self._store.insert_many(inserts))
         results = []
         for position, send in enumerate(sends):
@@ -189,9 +190,9 @@ class Sender:
     def _insert(self, send: Send) -> bool:
         document = send.document(self._store.clock.now())
         if send.session is not None:
-            statement = statements.new_task_in_transaction(document)
+            statement = statements.producing.new_task_in_transaction(document)
             return self._store.update(statement, session=send.session)[1] > 0
-        insert = statements.new_task(document)
+        insert = statements.producing.new_task(document)
         return at_most_twice(lambda: self._store.insert(insert))
 
     def _apply(self, send: Send) -> SendResult | None:
@@ -208,7 +209,7 @@ class Sender:
         changed = False
         if not keeps or options.wants_time or cleans or guarded:
             now = self._store.clock.now()
-            statement = statements.resend(
+            statement = statements.producing.resend(
                 send.key,
                 send_id,
                 start_time=options.start_time(now) if options.wants_time else None,
@@ -232,7 +233,7 @@ class Sender:
         # After a lost reply the driver may say that its repetition changed nothing.
         return SendResult(send.key, inserted=False, updated=changed or is_ours, status=status)
 
-    def _has_changed(self, statement: statements.Update, session: ClientSession | None) -> bool:
+    def _has_changed(self, statement: Update, session: ClientSession | None) -> bool:
         """
         Run a resend; return whether the document was changed. Repeating it is harmless.
         """

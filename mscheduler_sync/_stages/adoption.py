@@ -66,7 +66,7 @@ class Adoption:
     def adopt_underived(self) -> None:
         after: object | None = None
         for _ in range(_UNDERIVED_PAGES):
-            found = self._store.find(statements.underived(after_id=after, limit=_CHUNK))
+            found = self._store.find(statements.discovery.underived(after_id=after, limit=_CHUNK))
             for fields in self.decode(found):
                 self.adopt(fields.get("key"))
             if len(found) < _CHUNK:
@@ -82,14 +82,14 @@ class Adoption:
             return
         if key in self._quarantine:
             return
-        matched, _ = self._store.update(statements.repair([key]))
+        matched, _ = self._store.update(statements.attempts.repair([key]))
         if not matched:
             # Perhaps because it cannot be read.
             document = self._store.find_task(key)
             if document is not None:
                 self._quarantine.check(document, self._store.codec_options)
             return
-        for fields in self.decode(self._store.find(statements.discovered_by_key([key]))):
+        for fields in self.decode(self._store.find(statements.discovery.discovered_by_key([key]))):
             self._intake.offer_if_near(fields)
 
     def sweep_now_and_then(self) -> None:
@@ -101,10 +101,10 @@ class Adoption:
         self._next_sweep_s = time.monotonic() + _SWEEP_INTERVAL_S
         after = ""
         while not self._is_stopping():
-            found = self._store.find(statements.unfinished(after_key=after, limit=_PAGE))
+            found = self._store.find(statements.discovery.unfinished(after_key=after, limit=_PAGE))
             stale = [str(fields["key"]) for fields in self.decode(found) if self._is_stale(fields)]
             for start in range(0, len(stale), _CHUNK):
-                self._store.update_batch(statements.repair, stale[start : start + _CHUNK])
+                self._store.update_batch(statements.attempts.repair, stale[start : start + _CHUNK])
             if len(found) < _PAGE:
                 return
             after = str(found[-1]["key"])

@@ -25,7 +25,7 @@ from mscheduler_sync._stages.quarantine import Quarantine
 from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.codec import envelope
-from mscheduler_sync._storage.statements import Ref
+from mscheduler_sync._storage.statements.attempts import Ref
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import StoreError
 from mscheduler_sync.events import (
@@ -153,7 +153,7 @@ class Claimer(Service):
             return entries
         now = self._store.clock.now()
         hints = {}
-        query = statements.discovered_by_key([entry.key for entry in entries])
+        query = statements.discovery.discovered_by_key([entry.key for entry in entries])
         for fields in map(envelope, self._store.find(query)):
             due = fields.get("due")
             if due is None or due <= now:
@@ -274,7 +274,7 @@ class Claimer(Service):
         if self._writer.release(key, running_id, Released(why)):
             return
         try:
-            self._store.update(statements.release([ref]))
+            self._store.update(statements.attempts.release([ref]))
         except StoreError as error:
             _log.warning(
                 "a late claim could not be given back; its lease has to end first",
@@ -316,7 +316,7 @@ class Claimer(Service):
         lost_before = self._contention.lost(list(claims.lost), of=len(claims.keys))
         if lost_before:
             # Are their documents readable at all?
-            for document in self._store.find(statements.whole(lost_before[:BATCH])):
+            for document in self._store.find(statements.discovery.whole(lost_before[:BATCH])):
                 self._quarantine.check(document, self._store.codec_options)
 
     def request_stop(self) -> None:

@@ -23,7 +23,8 @@ from mscheduler_sync._runtime.crash_points import reach
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.mongo_store import BatchResult
-from mscheduler_sync._storage.statements import Ref, Update
+from mscheduler_sync._storage.statement import Update
+from mscheduler_sync._storage.statements.attempts import Ref
 from mscheduler_sync._storage.store import PLAIN, TaskStore
 from mscheduler_sync.errors import InvalidTask, StoreRejected
 from mscheduler_sync.model import Attempt, Ended, TaskOptions
@@ -151,11 +152,13 @@ class ClaimBatch:
     def _statement(self, refs: Sequence[Ref]) -> Update:
         now = self._store.clock.now()
         if self._is_short:
-            return statements.claim_plain(refs, self._worker_id, names=self._names, sent_at=now)
+            return statements.plain.claim_plain(
+                refs, self._worker_id, names=self._names, sent_at=now
+            )
         # Made anew for each try: the time since an outage is part of it.
         since_outage_s = self._store.since_outage_s()
         is_recent = since_outage_s < _OUTAGE_MEMORY_S
-        return statements.claim(
+        return statements.attempts.claim(
             refs,
             self._worker_id,
             names=self._names,
@@ -165,7 +168,7 @@ class ClaimBatch:
 
     def _read_back(self) -> list[Won]:
         reach("after_claim")
-        found = self._store.find(statements.claimed(self.undecided))
+        found = self._store.find(statements.attempts.claimed(self.undecided))
         self.took_s = self.took_s or time.monotonic() - self.sent_at_s
         lost: dict[str, Mapping[str, Any] | None] = dict.fromkeys(key for key, _ in self.undecided)
         won: dict[str, Won] = {}
@@ -202,7 +205,7 @@ class ClaimBatch:
         Read how the lost tasks stand now.
         """
         unseen = [key for key, fields in self.lost.items() if fields is None]
-        for document in self._store.find(statements.discovered_by_key(unseen)):
+        for document in self._store.find(statements.discovery.discovered_by_key(unseen)):
             fields = envelope(document)
             if (key := str(fields.get("key"))) in self.lost:
                 self.lost[key] = fields

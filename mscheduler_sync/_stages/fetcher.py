@@ -183,7 +183,9 @@ class Fetcher(Service):
     def _read_documents(self, lookups: Mapping[object, bool]) -> None:
         ids = list(lookups)
         for start in range(0, len(ids), CHUNK):
-            found = self._store.find(statements.discovered_by_id(ids[start : start + CHUNK]))
+            found = self._store.find(
+                statements.discovery.discovered_by_id(ids[start : start + CHUNK])
+            )
             for fields in self._adoption.decode(found):
                 key = fields.get("key")
                 if isinstance(key, str):
@@ -221,7 +223,7 @@ class Fetcher(Service):
         after, limit = x.EPOCH, PAGE
         while limit <= MOST_PER_ROUTE:
             found = self._store.find(
-                statements.due_tasks(
+                statements.discovery.due_tasks(
                     route, until=until, limit=limit, after=after, eligible=condition
                 )
             )

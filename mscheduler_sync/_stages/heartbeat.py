@@ -57,7 +57,9 @@ class Heartbeat:
             matched = self._renew(progress, timeout_s)
             if matched:
                 attempt.renewed(sent_at_s)
-            found = self._store.find(statements.attempt_state([attempt.key]), timeout_s=timeout_s)
+            found = self._store.find(
+                statements.attempts.attempt_state([attempt.key]), timeout_s=timeout_s
+            )
         except StoreError as error:
             self._fail(error, progress)
             return True
@@ -82,14 +84,14 @@ class Heartbeat:
         if progress is not None:
             try:
                 return self._store.update(
-                    statements.heartbeat(refs, progress=progress), timeout_s=timeout_s
+                    statements.attempts.heartbeat(refs, progress=progress), timeout_s=timeout_s
                 )[0]
             except StoreRejected as error:
                 _log.error(
                     "the progress that came with a heartbeat was refused by the server",
                     extra=attempt.log_fields("progress_refused", error=str(error)[:500]),
                 )
-        return self._store.update(statements.heartbeat(refs), timeout_s=timeout_s)[0]
+        return self._store.update(statements.attempts.heartbeat(refs), timeout_s=timeout_s)[0]
 
     def _learn(self, fields: Mapping[str, Any]) -> None:
         attempt = self.attempt

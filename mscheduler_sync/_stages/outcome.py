@@ -238,7 +238,7 @@ class OutcomeWriter(Service):
         found: dict[str, Mapping[str, Any]] = {}
         attempts: dict[str, tuple[Attempt, ...]] = {}
         keys = [pending.key for pending in sent]
-        for document in self._store.find(statements.attempt_state(keys)) if keys else ():
+        for document in self._store.find(statements.attempts.attempt_state(keys)) if keys else ():
             try:
                 fields = decode_fields(document)
                 found[str(fields.get("key"))] = fields

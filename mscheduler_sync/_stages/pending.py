@@ -22,7 +22,7 @@ from mscheduler_sync._stages.attempt import (
 )
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.mongo_store import BatchResult
-from mscheduler_sync._storage.statements import Update
+from mscheduler_sync._storage.statement import Update
 from mscheduler_sync._storage.store import Success, TaskStore
 from mscheduler_sync.limits import LONGEST_S
 from mscheduler_sync.model import Attempt, Ended, TaskOptions
@@ -122,17 +122,19 @@ def _statement_of(group: Sequence[Pending]) -> Update:
     first = group[0].outcome
     if isinstance(first, Failed):
         failures = [
-            statements.Failure(p.outcome.reason, round(p.retry_delay_s * 1000), p.outcome.for_good)
+            statements.attempts.Failure(
+                p.outcome.reason, round(p.retry_delay_s * 1000), p.outcome.for_good
+            )
             for p in group
             if isinstance(p.outcome, Failed)
         ]
-        return statements.fail(refs, failures, progress=progress)
+        return statements.attempts.fail(refs, failures, progress=progress)
     if isinstance(first, Snoozed):
         delays = [round(p.outcome.delay_s * 1000) for p in group if isinstance(p.outcome, Snoozed)]
-        return statements.snooze(refs, delays, progress=progress)
+        return statements.attempts.snooze(refs, delays, progress=progress)
     if isinstance(first, Interrupted):
-        return statements.mark_interrupted(refs, progress=progress)
-    return statements.release(refs, progress=progress)
+        return statements.attempts.mark_interrupted(refs, progress=progress)
+    return statements.attempts.release(refs, progress=progress)
 
 
 def verdict_on(pending: Pending, attempts: Sequence[Attempt] | None) -> Verdict:

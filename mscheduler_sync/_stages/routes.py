@@ -29,8 +29,8 @@ class Routes:
         #: (route, condition that the route itself does not imply)
         self.queries: Final[list[tuple[str, dict[str, Any]]]] = [
             *((route, {}) for route in open_routes),
-            (x.route_of_worker(worker_id), statements.eligible_name(names)),
-            (x.ROUTE_SHARED, statements.eligible_in_shared_routes(worker_id, names)),
+            (x.route_of_worker(worker_id), statements.discovery.eligible_name(names)),
+            (x.ROUTE_SHARED, statements.discovery.eligible_in_shared_routes(worker_id, names)),
         ]
         self._mine = frozenset(route for route, _ in self.queries)
 

@@ -41,7 +41,7 @@ class Watcher(StreamReader):
     ) -> None:
         super().__init__(
             store.collection,
-            statements.watch_pipeline(),
+            statements.discovery.watch_pipeline(),
             owner_id=routes.worker_id,
             log=_log,
             on_crash=on_crash,

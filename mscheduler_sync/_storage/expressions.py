@@ -3,7 +3,7 @@ Aggregation expressions over one task document, each written once.
 
 All of them are portable: the server's time is `NOW` (bare ``$$NOW`` compares
 wrongly on the embedded server), arrays are mapped instead of addressed through
-paths, and no expression raises on any document that passes `statements.READABLE`,
+paths, and no expression raises on any document that passes `statements.base.READABLE`,
 whatever its array elements look like.
 """
 

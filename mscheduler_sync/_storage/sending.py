@@ -15,7 +15,7 @@ import attrs
 from bson import ObjectId
 
 from mscheduler_sync._storage import expressions as x
-from mscheduler_sync._storage.statements import routes_of
+from mscheduler_sync._storage.statements.discovery import routes_of
 from mscheduler_sync.settings import (
     Duration,
     arguments_of,

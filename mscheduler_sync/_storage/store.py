@@ -15,7 +15,9 @@ from pymongo.collection import Collection
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.calls import CALL_TIMEOUT_S
 from mscheduler_sync._storage.mongo_store import BatchResult, MongoStore
-from mscheduler_sync._storage.statements import TASKS, Ref, Update
+from mscheduler_sync._storage.statement import Update
+from mscheduler_sync._storage.statements.attempts import Ref
+from mscheduler_sync._storage.statements.base import TASKS
 
 #: The hint that a task is plain: for one worker, and at its first try. See `claims`.
 PLAIN: Final = "plain"
@@ -51,7 +53,7 @@ class TaskStore(MongoStore):
         super().__init__(
             collection.database,
             {TASKS: collection.name},
-            statements.INDEXES,
+            statements.discovery.INDEXES,
             collection.codec_options,
         )
 
@@ -67,7 +69,7 @@ class TaskStore(MongoStore):
         timeout_s: float = CALL_TIMEOUT_S,
         session: ClientSession | None = None,
     ) -> RawBSONDocument | None:
-        query = statements.task(key, projection)
+        query = statements.producing.task(key, projection)
         found = self.find(query, timeout_s=timeout_s, session=session)
         return found[0] if found else None
 
@@ -89,11 +91,13 @@ class TaskStore(MongoStore):
             return BatchResult(result.matched, errors)
 
         plain = [n for n, success in enumerate(successes) if success.hint == PLAIN]
-        short = run(statements.succeed_plain, plain)
+        short = run(statements.plain.succeed_plain, plain)
         # If some are no plain tasks any more, all are tried: those that are done match no more.
         ending = set(plain) if short.matched == len(plain) else set()
         done = ending or set(short.errors)
-        general = run(statements.succeed, [n for n in range(len(successes)) if n not in done])
+        general = run(
+            statements.attempts.succeed, [n for n in range(len(successes)) if n not in done]
+        )
         # A success that the short statement has stored was the only one that its task needed.
         return SuccessResult(
             short.matched + general.matched, {**short.errors, **general.errors}, ending

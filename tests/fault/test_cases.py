@@ -14,7 +14,7 @@ from pymongo.database import Database
 
 from mscheduler_sync import Consumer, Producer, TaskFound
 from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.statements import EXPIRED_REASON
+from mscheduler_sync._storage.statements.attempts import EXPIRED_REASON
 from tests.support import Document, fail_point, wait_until
 from tests.support.scene import Scene, blocked, stopped_in_time
 from tests.support.workers import worker_process
@@ -26,7 +26,7 @@ def orphan(scene: Scene, key: str, running_id: str = "orphan") -> None:
     """
     Claim *key* for a worker that will never be heard of again.
     """
-    claim = statements.claim([(key, running_id)], "dead")
+    claim = statements.attempts.claim([(key, running_id)], "dead")
     assert scene.tasks.update_one(claim.filter, claim.pipeline).modified_count == 1
 
 
@@ -77,7 +77,7 @@ def test_the_owner_finishes_before_the_reclaim(scene: Scene, knowing: Consumer) 
     """
     A task that was finished after the look is not run again (B01).
     """
-    succeed = statements.succeed([("task", "orphan")], [None])
+    succeed = statements.attempts.succeed([("task", "orphan")], [None])
     assert scene.tasks.update_one(succeed.filter, succeed.pipeline).modified_count == 1
     ended = scene.wait_status("task", "succeeded")
     run_something_else(scene, knowing)

@@ -14,7 +14,7 @@ import pytest
 from pymongo import MongoClient
 from pymongo.database import Database
 
-from mscheduler_sync._storage.statements import EXPIRED_REASON
+from mscheduler_sync._storage.statements.attempts import EXPIRED_REASON
 from tests.support import Document, wait_until
 from tests.support.scene import Scene
 from tests.support.workers import WorkerProcess, worker_process

@@ -15,7 +15,7 @@ from pymongo.database import Database
 from mscheduler_sync import TaskFound
 from mscheduler_sync._runtime.crash_points import CRASH_POINTS
 from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.statements import EXPIRED_REASON
+from mscheduler_sync._storage.statements.attempts import EXPIRED_REASON
 from tests.support import Document, wait_until
 from tests.support.scene import Scene
 from tests.support.workers import worker_process
@@ -162,7 +162,7 @@ def test_a_short_lease_among_long_ones(scene: Scene) -> None:
             scene.send("task", lease=LEASE_S, heartbeat=0.4)
             assert events.wait_for(lambda event: event.key == "task", 10) is not None
         # It knows of the task; another worker is faster, and dies.
-        claim = statements.claim([("task", "orphan")], "dead")
+        claim = statements.attempts.claim([("task", "orphan")], "dead")
         assert scene.tasks.update_one(claim.filter, claim.pipeline).modified_count == 1
         consumer.max_workers = 2
         document = scene.wait_status("task", "succeeded", timeout=TAKE_OVER_S)

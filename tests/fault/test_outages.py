@@ -80,7 +80,7 @@ def orphan(scene: Scene, key: str) -> None:
     """
     Claim *key* for a worker that will never be heard of again.
     """
-    statement = statements.claim([(key, "orphan")], "dead")
+    statement = statements.attempts.claim([(key, "orphan")], "dead")
     result = scene.tasks.update_one(statement.filter, statement.pipeline)
     assert result.modified_count == 1
 

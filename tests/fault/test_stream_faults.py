@@ -17,7 +17,7 @@ from pymongo.database import Database
 
 from mscheduler_sync import Producer
 from mscheduler_sync._storage import stream
-from mscheduler_sync._storage.statements import INDEXES
+from mscheduler_sync._storage.statements.discovery import INDEXES
 from tests.support import Document, fail_point, wait_until
 from tests.support.invariants import Witness, status_of
 from tests.support.proxy import proxy_to

@@ -14,7 +14,7 @@ from pymongo.collection import Collection
 
 from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.statements import Update
+from mscheduler_sync._storage.statement import Update
 from mscheduler_sync._storage.store import TaskStore
 from tests.support import oracle
 from tests.support.oracle import PAST, Claim, Document
@@ -37,7 +37,9 @@ def _make_claim(
 ) -> Make:
     def make(cases: Sequence[Case]) -> Update:
         refs = [(case.key, _new_id(case)) for case in cases]
-        return statements.claim(refs, ME, names=names, elapsed_since_outage_ms=since_outage_ms)
+        return statements.attempts.claim(
+            refs, ME, names=names, elapsed_since_outage_ms=since_outage_ms
+        )
 
     return make
 
@@ -76,7 +78,7 @@ def test_claims_are_read_back(table: Table) -> None:
     found = set()
     for start in range(0, len(table.cases), 100):
         chunk = table.cases[start : start + 100]
-        query = statements.claimed([(case.key, _new_id(case)) for case in chunk])
+        query = statements.attempts.claimed([(case.key, _new_id(case)) for case in chunk])
         found |= {document["key"] for document in table.store.find(query)}
     expected = {
         case.key
@@ -120,7 +122,7 @@ def test_claims_of_plain_tasks(
 
     def make(cases: Sequence[Case]) -> Update:
         refs = [(case.key, _new_id(case)) for case in cases]
-        return statements.claim_plain(refs, ME, names=names)
+        return statements.plain.claim_plain(refs, ME, names=names)
 
     table.run(make, together=together)
     found = table.documents()
@@ -145,7 +147,7 @@ def test_claims_of_plain_tasks_that_were_long_under_way(
     def make(cases: Sequence[Case]) -> Update:
         sent_at = table.server_time() - dt.timedelta(seconds=under_way_s)
         refs = [(case.key, _new_id(case)) for case in cases]
-        return statements.claim_plain(refs, ME, sent_at=sent_at)
+        return statements.plain.claim_plain(refs, ME, sent_at=sent_at)
 
     cases = [
         case
@@ -198,7 +200,9 @@ def test_claims_that_were_long_under_way(table: Table, under_way_s: float, settl
 
     def make(cases: Sequence[Case]) -> Update:
         sent_at = table.server_time() - dt.timedelta(seconds=under_way_s)
-        return statements.claim([(case.key, _new_id(case)) for case in cases], ME, sent_at=sent_at)
+        return statements.attempts.claim(
+            [(case.key, _new_id(case)) for case in cases], ME, sent_at=sent_at
+        )
 
     table.run(make)
     after = table.documents()
@@ -244,7 +248,7 @@ def test_a_worker_that_has_both_succeeded_and_failed_stays_off(
     document = {**plain(both, concurrent_worker_cnt=2), "key": "one"}
     assert oracle.claim(document, "new", ME).refusal == "mine already"
     collection.insert_one(document)
-    TaskStore(collection).update(statements.claim([("one", "new")], ME))
+    TaskStore(collection).update(statements.attempts.claim([("one", "new")], ME))
     (found,) = collection.find()
     assert len(oracle.attempts_of(found)) == 1
 
@@ -257,7 +261,9 @@ def _found(table: Table, names: Sequence[str | None] | None) -> set[str]:
         document["key"]
         for route, eligible in Routes(ME, names).queries
         for document in table.store.find(
-            statements.due_tasks(route, until=table.latest, limit=10_000, eligible=eligible)
+            statements.discovery.due_tasks(
+                route, until=table.latest, limit=10_000, eligible=eligible
+            )
         )
     }
 
@@ -267,7 +273,7 @@ def test_what_may_be_claimed_is_found(table: Table, names: list[str | None] | No
     """
     Once its derived fields are right, every task that this worker may claim now is found due.
     """
-    table.run(lambda cases: statements.repair([case.key for case in cases]))
+    table.run(lambda cases: statements.attempts.repair([case.key for case in cases]))
     claimable = {
         case.key
         for case in table.cases
@@ -291,7 +297,7 @@ def test_what_an_earlier_life_has_left_is_found(table: Table) -> None:
     """
     A worker that comes back under its id finds what it was running when it died.
     """
-    table.run(lambda cases: statements.repair([case.key for case in cases]))
+    table.run(lambda cases: statements.attempts.repair([case.key for case in cases]))
     left = [case for case in table.cases if _is_left_over(case)]
     claimable = {case.key for case in left if _claim(case).refusal is None}
     assert claimable
@@ -302,7 +308,7 @@ def test_what_was_refused_is_not_found_again(table: Table) -> None:
     """
     After a claim that was refused a task is due when that may change, and not before.
     """
-    table.run(lambda cases: statements.repair([case.key for case in cases]))
+    table.run(lambda cases: statements.attempts.repair([case.key for case in cases]))
     table.run(_make_claim())
     table.run(_make_claim())
     refused = {case.key: _claim(case).refusal for case in table.cases}

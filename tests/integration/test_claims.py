@@ -12,7 +12,8 @@ from pymongo.collection import Collection
 from mscheduler_sync import Producer
 from mscheduler_sync._stages.claims import ClaimBatch, Won, hint_of
 from mscheduler_sync._storage.codec import envelope
-from mscheduler_sync._storage.statements import Find, Update, discovered_by_key
+from mscheduler_sync._storage.statement import Find, Update
+from mscheduler_sync._storage.statements.discovery import discovered_by_key
 from mscheduler_sync._storage.store import Success, TaskStore
 from mscheduler_sync.errors import StoreRejected, StoreUnavailable
 from tests.support import Document

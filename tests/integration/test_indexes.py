@@ -10,7 +10,7 @@ from mscheduler_sync import Consumer, Producer
 from mscheduler_sync._storage import statements
 from tests.support import Document
 
-NAMES = {index.name for index in statements.INDEXES}
+NAMES = {index.name for index in statements.discovery.INDEXES}
 
 
 def test_a_consumer_alone_makes_the_indexes(collection: Collection[Document]) -> None:

@@ -20,7 +20,7 @@ from pymongo.errors import OperationFailure
 
 from mscheduler_sync import model
 from mscheduler_sync._storage import codec, statements
-from mscheduler_sync._storage.statements import Update
+from mscheduler_sync._storage.statement import Update
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import InvalidTask
 from tests.support import oracle
@@ -69,11 +69,11 @@ def _first_refs(cases: Sequence[Case]) -> list[tuple[str, str]]:
 
 ON_ODD_DOCUMENTS: Final[dict[str, tuple[Make, Callable[[Case], Document]]]] = {
     "claim": (
-        lambda cases: statements.claim([(c.key, f"{c.key}:new") for c in cases], ME),
+        lambda cases: statements.attempts.claim([(c.key, f"{c.key}:new") for c in cases], ME),
         lambda case: oracle.claim(case.document, f"{case.key}:new", ME).document,
     ),
     "claim after an outage": (
-        lambda cases: statements.claim(
+        lambda cases: statements.attempts.claim(
             [(c.key, f"{c.key}:new") for c in cases], ME, names=[None], elapsed_since_outage_ms=100
         ),
         lambda case: (
@@ -83,33 +83,33 @@ ON_ODD_DOCUMENTS: Final[dict[str, tuple[Make, Callable[[Case], Document]]]] = {
         ),
     ),
     "heartbeat": (
-        lambda cases: statements.heartbeat(_first_refs(cases)),
+        lambda cases: statements.attempts.heartbeat(_first_refs(cases)),
         lambda case: oracle.heartbeat(case.document, f"{case.key}:0"),
     ),
     "succeed": (
-        lambda cases: statements.succeed(_first_refs(cases), [1] * len(cases)),
+        lambda cases: statements.attempts.succeed(_first_refs(cases), [1] * len(cases)),
         lambda case: oracle.succeed(case.document, f"{case.key}:0", 1),
     ),
     "fail": (
-        lambda cases: statements.fail(
-            _first_refs(cases), [statements.Failure("x", 1_000)] * len(cases)
+        lambda cases: statements.attempts.fail(
+            _first_refs(cases), [statements.attempts.Failure("x", 1_000)] * len(cases)
         ),
         lambda case: oracle.fail(case.document, f"{case.key}:0", "x", 1_000, for_good=False),
     ),
     "release": (
-        lambda cases: statements.release(_first_refs(cases)),
+        lambda cases: statements.attempts.release(_first_refs(cases)),
         lambda case: oracle.release(case.document, f"{case.key}:0"),
     ),
     "snooze": (
-        lambda cases: statements.snooze(_first_refs(cases), [5_000] * len(cases)),
+        lambda cases: statements.attempts.snooze(_first_refs(cases), [5_000] * len(cases)),
         lambda case: oracle.snooze(case.document, f"{case.key}:0", 5_000),
     ),
     "mark_interrupted": (
-        lambda cases: statements.mark_interrupted(_first_refs(cases)),
+        lambda cases: statements.attempts.mark_interrupted(_first_refs(cases)),
         lambda case: oracle.mark_interrupted(case.document, f"{case.key}:0"),
     ),
     "repair": (
-        lambda cases: statements.repair([case.key for case in cases]),
+        lambda cases: statements.attempts.repair([case.key for case in cases]),
         lambda case: oracle.repair(case.document),
     ),
 }
@@ -145,9 +145,9 @@ def test_odd_documents_raise_nothing_when_sent_again(odd_table: Table, name: str
         (case,) = cases
         number = int(case.key.removeprefix("task "))
         return (
-            statements.cancel(case.key)
+            statements.producing.cancel(case.key)
             if name == "cancel"
-            else statements.resend(
+            else statements.producing.resend(
                 case.key,
                 "this send",
                 start_time=None,
@@ -245,12 +245,12 @@ def test_dates_beyond_all_years_raise_nothing(
     make, _ = ON_ODD_DOCUMENTS[statement]
     store = TaskStore(collection)
     store.update(make([Case(document, 1), Case(ended, 1)]))
-    store.update(statements.repair([document["key"], ended["key"]]))
-    (found,) = store.find(statements.whole(["failed"]))
+    store.update(statements.attempts.repair([document["key"], ended["key"]]))
+    (found,) = store.find(statements.discovery.whole(["failed"]))
     if milliseconds > 0:
         # The retry was reckoned from the last year that there is.
         assert codec.envelope(found)["due"] == oracle.NEVER + dt.timedelta(seconds=1)
-    (found,) = store.find(statements.whole(["ended"]))
+    (found,) = store.find(statements.discovery.whole(["ended"]))
     if milliseconds > 0:
         assert codec.envelope(found)["expire_at"] == oracle.NEVER + dt.timedelta(seconds=1)
 
@@ -260,18 +260,18 @@ def test_odd_documents_are_found_without_errors(odd_table: Table) -> None:
     The reads that discover tasks take any document.
     """
     finds = [
-        statements.due_tasks(route, until=FUTURE, limit=1_000, eligible=eligible)
+        statements.discovery.due_tasks(route, until=FUTURE, limit=1_000, eligible=eligible)
         for route in ("*", "*n", "=x", "+", f"@{ME}")
         for eligible in (
-            statements.eligible_in_shared_routes(ME, ["x", None]),
-            statements.eligible_name(["x"]),
+            statements.discovery.eligible_in_shared_routes(ME, ["x", None]),
+            statements.discovery.eligible_name(["x"]),
             None,
         )
     ]
     finds += [
-        statements.underived(after_id=None, limit=1_000),
-        statements.unfinished(after_key="", limit=1_000),
-        statements.finished_before(FUTURE, list(model.STATUSES), 1_000),
+        statements.discovery.underived(after_id=None, limit=1_000),
+        statements.discovery.unfinished(after_key="", limit=1_000),
+        statements.producing.finished_before(FUTURE, list(model.STATUSES), 1_000),
     ]
     found = [document["_id"] for find in finds for document in odd_table.store.find(find)]
     assert len(found) > len(odd_table.cases)
@@ -281,7 +281,7 @@ def test_the_due_time_is_always_a_date(odd_table: Table) -> None:
     """
     A due time that is no date would be found by no query.
     """
-    odd_table.run(lambda cases: statements.repair([case.key for case in cases]))
+    odd_table.run(lambda cases: statements.attempts.repair([case.key for case in cases]))
     repaired = [
         d for d in odd_table.documents().values() if isinstance(d.get("routes"), str | list)
     ]

@@ -13,7 +13,7 @@ from pymongo.collection import Collection
 from mscheduler_sync import model
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.sending import SendOptions
-from mscheduler_sync._storage.statements import Update
+from mscheduler_sync._storage.statement import Update
 from mscheduler_sync._storage.store import TaskStore
 from tests.support import oracle
 from tests.support.oracle import FUTURE, PAST, UTC, Document
@@ -30,8 +30,8 @@ def _returns(case: Case) -> Any:
     return [None, 7, "$key", {"$add": ["$x"]}, ["$$NOW"]][case.choice % 5]
 
 
-def _failure(case: Case) -> statements.Failure:
-    return statements.Failure(
+def _failure(case: Case) -> statements.attempts.Failure:
+    return statements.attempts.Failure(
         ["$fail_reason", "ValueError: x", ""][case.choice % 3],
         [0, 10_000, 86_400_000][case.choice % 3],
         for_good=case.choice % 4 == 0,
@@ -55,23 +55,23 @@ def _expect_failure(case: Case) -> Document:
 
 ENDS: Final[dict[str, tuple[Make, Callable[[Case], Document]]]] = {
     "succeed": (
-        lambda cases: statements.succeed(_refs(cases), [_returns(case) for case in cases]),
+        lambda cases: statements.attempts.succeed(_refs(cases), [_returns(case) for case in cases]),
         lambda case: oracle.succeed(case.document, case.running_id, _returns(case)),
     ),
     "fail": (
-        lambda cases: statements.fail(_refs(cases), [_failure(case) for case in cases]),
+        lambda cases: statements.attempts.fail(_refs(cases), [_failure(case) for case in cases]),
         _expect_failure,
     ),
     "release": (
-        lambda cases: statements.release(_refs(cases)),
+        lambda cases: statements.attempts.release(_refs(cases)),
         lambda case: oracle.release(case.document, case.running_id),
     ),
     "snooze": (
-        lambda cases: statements.snooze(_refs(cases), [_delay_ms(case) for case in cases]),
+        lambda cases: statements.attempts.snooze(_refs(cases), [_delay_ms(case) for case in cases]),
         lambda case: oracle.snooze(case.document, case.running_id, _delay_ms(case)),
     ),
     "mark_interrupted": (
-        lambda cases: statements.mark_interrupted(_refs(cases)),
+        lambda cases: statements.attempts.mark_interrupted(_refs(cases)),
         lambda case: oracle.mark_interrupted(case.document, case.running_id),
     ),
 }
@@ -103,7 +103,7 @@ def test_successes_of_plain_tasks(table: Table, together: bool, progress: object
 
     def make(cases: Sequence[Case]) -> Update:
         returns = [_returns(case) for case in cases]
-        return statements.succeed_plain(_refs(cases), returns, progress=progress)
+        return statements.plain.succeed_plain(_refs(cases), returns, progress=progress)
 
     def is_plain(case: Case) -> bool:
         document = case.document
@@ -136,7 +136,8 @@ def test_outcomes_carry_progress(table: Table) -> None:
     progress = {"$set": ["$$NOW", "$key"]}
     table = table.some()
     table.run(
-        lambda cases: statements.succeed([cases[0].ref], [1], progress=progress), together=False
+        lambda cases: statements.attempts.succeed([cases[0].ref], [1], progress=progress),
+        together=False,
     )
     table.check(lambda case: oracle.succeed(case.document, case.running_id, 1, progress=progress))
 
@@ -148,7 +149,7 @@ def test_heartbeats(table: Table, together: bool) -> None:
     """
 
     def make(cases: Sequence[Case]) -> Update:
-        return statements.heartbeat(_refs(cases))
+        return statements.attempts.heartbeat(_refs(cases))
 
     table = table if together else table.some()
     table.run(make, together=together)
@@ -170,7 +171,10 @@ def test_heartbeats_carry_progress(table: Table) -> None:
     """
     progress = ["$key", {"$literal": "$$NOW"}]
     table = table.some()
-    table.run(lambda cases: statements.heartbeat([cases[0].ref], progress=progress), together=False)
+    table.run(
+        lambda cases: statements.attempts.heartbeat([cases[0].ref], progress=progress),
+        together=False,
+    )
     table.check(lambda case: oracle.heartbeat(case.document, case.running_id, progress=progress))
 
 
@@ -189,11 +193,11 @@ def test_texts_that_look_like_expressions(collection: Collection[Document], toge
     )
     batches = [refs] if together else [[ref] for ref in refs]
     for batch in batches:
-        store.update(statements.claim(batch, "$worker_id", names=HOSTILE))
-        failures = [statements.Failure(key, 0) for key, _ in batch[1:]]
-        store.update(statements.succeed(batch[:1], [{key: [key]} for key, _ in batch[:1]]))
+        store.update(statements.attempts.claim(batch, "$worker_id", names=HOSTILE))
+        failures = [statements.attempts.Failure(key, 0) for key, _ in batch[1:]]
+        store.update(statements.attempts.succeed(batch[:1], [{key: [key]} for key, _ in batch[:1]]))
         if failures:
-            store.update(statements.fail(batch[1:], failures))
+            store.update(statements.attempts.fail(batch[1:], failures))
     for document in collection.find():
         (attempt,) = oracle.attempts_of(document)
         assert attempt["running_id"] == f"{document['key']}!"
@@ -219,7 +223,7 @@ def test_repairs(table: Table, together: bool) -> None:
     """
 
     def make(cases: Sequence[Case]) -> Update:
-        return statements.repair([case.key for case in cases])
+        return statements.attempts.repair([case.key for case in cases])
 
     assert {oracle.status_of(case.document) for case in table.cases} == set(model.STATUSES)
     table = table if together else table.some()
@@ -229,7 +233,7 @@ def test_repairs(table: Table, together: bool) -> None:
     for case in table.cases:
         option = case.document["task_option"]
         shared = option["concurrent_worker_cnt"] > 1 or _has_own_budgets(case.document)
-        routes = statements.routes_of(
+        routes = statements.discovery.routes_of(
             name=case.document.get("name"),
             worker_ids=() if is_barred(case.document) else option["specific_worker_ids"],
             shared=shared,
@@ -248,7 +252,7 @@ def test_cancelling(table: Table) -> None:
     """
 
     def make(cases: Sequence[Case]) -> Update:
-        return statements.cancel(cases[0].key)
+        return statements.producing.cancel(cases[0].key)
 
     table.run(make, together=False)
     table.check(lambda case: oracle.cancel(case.document))
@@ -287,7 +291,7 @@ def _resend_arguments(case: Case) -> dict[str, Any]:
 
 
 def _make_resend(cases: Sequence[Case]) -> Update:
-    return statements.resend(cases[0].key, **_resend_arguments(cases[0]))
+    return statements.producing.resend(cases[0].key, **_resend_arguments(cases[0]))
 
 
 def test_sending_again(table: Table) -> None:
@@ -305,10 +309,10 @@ def test_a_refused_resend_changes_nothing(collection: Collection[Document]) -> N
     """
     collection.insert_one({**plain({"ping_expire_time": FUTURE}), "key": "one"})
     store = TaskStore(collection)
-    store.update(statements.repair(["one"]))
+    store.update(statements.attempts.repair(["one"]))
     before = collection.find_one()
     store.update(
-        statements.resend(
+        statements.producing.resend(
             "one",
             "this send",
             start_time=PAST,

@@ -14,7 +14,7 @@ from pymongo import UpdateOne
 from pymongo.collection import Collection
 
 from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.statements import Update
+from mscheduler_sync._storage.statement import Update
 from mscheduler_sync._storage.store import TaskStore
 from tests.support import oracle
 from tests.support.odd_documents import ODD_VALUES
@@ -44,7 +44,7 @@ def test_the_stream_survives_odd_documents(
     """
     Inserting, changing, replacing and deleting anything at all does not end the stream.
     """
-    with collection.watch(statements.watch_pipeline(), max_await_time_ms=100) as stream:
+    with collection.watch(statements.discovery.watch_pipeline(), max_await_time_ms=100) as stream:
         stream.try_next()
         odd = [{**copy.deepcopy(document), "key": n} for n, document in enumerate(generated_odd)]
         collection.insert_many(odd)
@@ -76,24 +76,24 @@ def _attempt(**changes: Any) -> Document:
 
 ONE: Final = [("one", "r")]
 _WRITES: Final[list[tuple[str, Document, Any, bool]]] = [
-    ("a heartbeat", _attempt(ping_expire_time=PAST), statements.heartbeat(ONE), False),
-    ("a claim", plain(), statements.claim([("one", "new")], ME), False),
-    ("a lost claim", _attempt(), statements.claim([("one", "new")], "w2"), False),
-    ("a success", _attempt(), statements.succeed(ONE, [1]), False),
+    ("a heartbeat", _attempt(ping_expire_time=PAST), statements.attempts.heartbeat(ONE), False),
+    ("a claim", plain(), statements.attempts.claim([("one", "new")], ME), False),
+    ("a lost claim", _attempt(), statements.attempts.claim([("one", "new")], "w2"), False),
+    ("a success", _attempt(), statements.attempts.succeed(ONE, [1]), False),
     (
         "a failure that leaves an attempt",
         _attempt(),
-        statements.fail(ONE, [statements.Failure("x", 0)]),
+        statements.attempts.fail(ONE, [statements.attempts.Failure("x", 0)]),
         True,
     ),
     (
         "a failure for good",
         _attempt(),
-        statements.fail(ONE, [statements.Failure("x", 0, for_good=True)]),
+        statements.attempts.fail(ONE, [statements.attempts.Failure("x", 0, for_good=True)]),
         False,
     ),
-    ("a release", _attempt(), statements.release(ONE), True),
-    ("a snooze", _attempt(), statements.snooze(ONE, [1_000]), True),
+    ("a release", _attempt(), statements.attempts.release(ONE), True),
+    ("a snooze", _attempt(), statements.attempts.snooze(ONE, [1_000]), True),
     (
         "a crate's heartbeat",
         _attempt(),
@@ -107,7 +107,7 @@ _WRITES: Final[list[tuple[str, Document, Any, bool]]] = [
         True,
     ),
     ("a person's change", plain(), {"$set": {"task_option.priority": 5}}, True),
-    ("a cancellation", plain(), statements.cancel("one"), False),
+    ("a cancellation", plain(), statements.producing.cancel("one"), False),
 ]
 
 
@@ -125,9 +125,9 @@ def test_the_stream_tells_of_what_may_be_claimed(
     collection.insert_one({**copy.deepcopy(document), "key": "one"})
     store = TaskStore(collection)
     # Its derived fields, and the counter that a first claim would add, are as they should be.
-    store.update(statements.repair(["one"]))
+    store.update(statements.attempts.repair(["one"]))
     collection.update_one({"key": "one"}, {"$set": {"counters.released": 0}})
-    with collection.watch(statements.watch_pipeline(), max_await_time_ms=100) as stream:
+    with collection.watch(statements.discovery.watch_pipeline(), max_await_time_ms=100) as stream:
         stream.try_next()
         if isinstance(write, Update):
             assert store.update(write)[0] == 1

@@ -20,7 +20,7 @@ from pymongo.collection import Collection
 from mscheduler_sync import Consumer, Producer
 from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import statements
-from mscheduler_sync._storage.statements import Ref
+from mscheduler_sync._storage.statements.attempts import Ref
 from mscheduler_sync._storage.store import TaskStore
 from tests.support import Document
 
@@ -49,7 +49,7 @@ class Place:
         Claim a task for each pair.
         """
         refs = [(f"{name}-{number}", uuid.uuid4().hex) for number in range(PAIRS)]
-        assert self.store.update(statements.claim(refs, WORKER)) == (PAIRS, PAIRS)
+        assert self.store.update(statements.attempts.claim(refs, WORKER)) == (PAIRS, PAIRS)
         return refs
 
 
@@ -142,11 +142,11 @@ def test_finding_what_is_due(places: Places, client: MongoClient[Document]) -> N
         return [
             len(
                 place.store.find(
-                    statements.due_tasks(route, until=until, limit=50, eligible=condition)
+                    statements.discovery.due_tasks(route, until=until, limit=50, eligible=condition)
                 )
             )
             for route, condition in Routes(WORKER, None).queries
-        ] + [len(place.store.find(statements.underived(after_id=None, limit=50)))]
+        ] + [len(place.store.find(statements.discovery.underived(after_id=None, limit=50)))]
 
     assert growth(places, look, expected=[50, 0, 0, 0, 0]) < MOST
 
@@ -178,8 +178,8 @@ def test_claiming(places: Places) -> None:
 
     def claim(place: Place, number: int) -> tuple[tuple[int, int], int]:
         refs = [(f"claim-{number}", uuid.uuid4().hex)]
-        written = place.store.update(statements.claim(refs, WORKER))
-        return written, len(place.store.find(statements.claimed(refs)))
+        written = place.store.update(statements.attempts.claim(refs, WORKER))
+        return written, len(place.store.find(statements.attempts.claimed(refs)))
 
     assert growth(places, claim, expected=((1, 1), 1)) < MOST
 
@@ -192,8 +192,8 @@ def test_heartbeats(places: Places) -> None:
 
     def beat(place: Place, number: int) -> tuple[tuple[int, int], int]:
         key, running_id = held[id(place)][number]
-        written = place.store.update(statements.heartbeat([(key, running_id)]))
-        return written, len(place.store.find(statements.attempt_state([key])))
+        written = place.store.update(statements.attempts.heartbeat([(key, running_id)]))
+        return written, len(place.store.find(statements.attempts.attempt_state([key])))
 
     assert growth(places, beat, expected=((1, 1), 1)) < MOST
 
@@ -201,9 +201,14 @@ def test_heartbeats(places: Places) -> None:
 @pytest.mark.parametrize(
     ("outcome", "statement"),
     [
-        ("succeed", lambda ref: statements.succeed([ref], [None])),
-        ("fail", lambda ref: statements.fail([ref], [statements.Failure("no", 60_000)])),
-        ("release", lambda ref: statements.release([ref])),
+        ("succeed", lambda ref: statements.attempts.succeed([ref], [None])),
+        (
+            "fail",
+            lambda ref: statements.attempts.fail(
+                [ref], [statements.attempts.Failure("no", 60_000)]
+            ),
+        ),
+        ("release", lambda ref: statements.attempts.release([ref])),
     ],
 )
 def test_outcomes(places: Places, outcome: str, statement: Callable[[Ref], Any]) -> None:

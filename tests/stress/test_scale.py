@@ -24,7 +24,8 @@ from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.sending import SendOptions
-from mscheduler_sync._storage.statements import Failure, Find, Update
+from mscheduler_sync._storage.statement import Find, Update
+from mscheduler_sync._storage.statements.attempts import Failure
 from mscheduler_sync._storage.store import TaskStore
 from tests.support import Document
 
@@ -98,7 +99,7 @@ def made(tasks: Tasks, *parts: Iterator[Document]) -> TaskStore:
     """
     Fill *tasks*; return a store on it, indexes included.
     """
-    for index in statements.INDEXES:
+    for index in statements.discovery.INDEXES:
         tasks.create_index(index.keys, name=index.name, **index.options)
     for part in parts:
         insert(tasks, part)
@@ -124,7 +125,7 @@ def one_pass(store: TaskStore, routes: Routes, until: dt.datetime) -> list[str]:
     """
     keys = []
     for route, eligible in routes.queries:
-        query = statements.due_tasks(route, until=until, limit=PAGE, eligible=eligible)
+        query = statements.discovery.due_tasks(route, until=until, limit=PAGE, eligible=eligible)
         keys += [str(document["key"]) for document in store.find(query)]
     return sorted(keys)
 
@@ -165,7 +166,7 @@ def test_the_past_and_the_future_do_not_slow_the_search(
         lambda: one_pass(alone, routes, until),
         lambda: one_pass(crowded, routes, until),
     )
-    underived = statements.underived(after_id=None, limit=100)
+    underived = statements.discovery.underived(after_id=None, limit=100)
     compare("underived", lambda: alone.find(underived), lambda: crowded.find(underived))
 
     named = Routes(ME, ("mine", None))
@@ -217,47 +218,47 @@ class Statements:
 
     def claim(self) -> None:
         refs = [(f"w-{self.number()}", f"claim-{self._next}-{n}") for n in range(5)]
-        self.update(statements.claim(refs, "another", names=None))
+        self.update(statements.attempts.claim(refs, "another", names=None))
 
     def heartbeat(self) -> None:
-        self.update(statements.heartbeat([self.held()]))
+        self.update(statements.attempts.heartbeat([self.held()]))
 
     def succeed(self) -> None:
-        self.store.update(statements.succeed([self.held()], [None]))
+        self.store.update(statements.attempts.succeed([self.held()], [None]))
 
     def fail(self) -> None:
         failures = [Failure("reason", 10_000)]
-        self.store.update(statements.fail([self.held()], failures))
+        self.store.update(statements.attempts.fail([self.held()], failures))
 
     def release(self) -> None:
-        self.store.update(statements.release([self.held()]))
+        self.store.update(statements.attempts.release([self.held()]))
 
     def snooze(self) -> None:
-        self.store.update(statements.snooze([self.held()], [3_600_000]))
+        self.store.update(statements.attempts.snooze([self.held()], [3_600_000]))
 
     def mark_interrupted(self) -> None:
-        self.store.update(statements.mark_interrupted([self.held()]))
+        self.store.update(statements.attempts.mark_interrupted([self.held()]))
 
     def repair(self) -> None:
-        self.update(statements.repair(self.several("f")))
+        self.update(statements.attempts.repair(self.several("f")))
 
     def cancel(self) -> None:
-        self.update(statements.cancel(f"w-{self.number()}"))
+        self.update(statements.producing.cancel(f"w-{self.number()}"))
 
     def claimed(self) -> None:
-        self.find(statements.claimed([(f"f-{n}", f"r-{n}") for n in range(5)]), 5)
+        self.find(statements.attempts.claimed([(f"f-{n}", f"r-{n}") for n in range(5)]), 5)
 
     def attempt_state(self) -> None:
-        self.find(statements.attempt_state([f"r-{self.number()}"]), 1)
+        self.find(statements.attempts.attempt_state([f"r-{self.number()}"]), 1)
 
     def discovered_by_id(self) -> None:
-        self.find(statements.discovered_by_id(self.ids[:20]), 20)
+        self.find(statements.discovery.discovered_by_id(self.ids[:20]), 20)
 
     def discovered_by_key(self) -> None:
-        self.find(statements.discovered_by_key(self.several("f")), 20)
+        self.find(statements.discovery.discovered_by_key(self.several("f")), 20)
 
     def whole(self) -> None:
-        self.find(statements.whole(self.several("f")), 20)
+        self.find(statements.discovery.whole(self.several("f")), 20)
 
     def task(self) -> None:
         assert self.store.find_task(f"f-{self.number()}") is not None

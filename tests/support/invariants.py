@@ -214,7 +214,7 @@ class Invariants:
             stored = document.get("status"), document.get("due")
             yield f"status and due are {stored}, not {(status, due)}"
         is_shared = options.concurrency > 1 or options.retry_scope == "worker"
-        routes = statements.routes_of(
+        routes = statements.discovery.routes_of(
             name=document.get("name"),
             worker_ids=() if options.worker_ids == (x.NOBODY,) else options.worker_ids,
             shared=is_shared,
@@ -276,7 +276,9 @@ def _may_overlap(attempt: Attempt | None, counters: Mapping[str, int]) -> bool:
         # which only the number is kept.
         return counters.get("released", 0) + counters.get("failed", 0) > 0
     reason = attempt.fail_reason or ""
-    return attempt.interrupted or reason == statements.EXPIRED_REASON or MAY_RUN_ON in reason
+    return (
+        attempt.interrupted or reason == statements.attempts.EXPIRED_REASON or MAY_RUN_ON in reason
+    )
 
 
 def status_of(tasks: Collection[Document], key: str) -> Status:

@@ -19,7 +19,7 @@ from pymongo.collection import Collection
 from mscheduler_sync import model
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage.sending import SendOptions
-from mscheduler_sync._storage.statements import Update
+from mscheduler_sync._storage.statement import Update
 from mscheduler_sync._storage.store import TaskStore
 from tests.support import oracle
 from tests.support.oracle import FUTURE, PAST, UTC, Document

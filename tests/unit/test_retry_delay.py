@@ -143,5 +143,7 @@ def test_any_options_make_a_pause_that_a_statement_can_hold(
         FAILED,
     )
     assert 0.0 <= delay_s <= MAX_DURATION_MS / 1000
-    statements.fail([("key", "id")], [statements.Failure("x", round(delay_s * 1000))])
+    statements.attempts.fail(
+        [("key", "id")], [statements.attempts.Failure("x", round(delay_s * 1000))]
+    )
     assert dt.timedelta(seconds=delay_s).days < 100 * 366 + 1

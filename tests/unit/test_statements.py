@@ -16,7 +16,7 @@ import pytest
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.sending import SendOptions
-from mscheduler_sync._storage.statements import Delete, Find, Update
+from mscheduler_sync._storage.statement import Delete, Find, Update
 
 UTC = dt.timezone.utc
 OBJECT_ID = bson.ObjectId("65a1b2c3d4e5f60718293a4b")
@@ -57,25 +57,31 @@ def after_the_claim(count: int) -> dict[str, Update]:
     Every write about attempts that exist, for *count* of them.
     """
     return {
-        "heartbeat": statements.heartbeat(refs(count)),
-        "heartbeat with progress": statements.heartbeat(refs(1), progress=VALUE),
-        "succeed": statements.succeed(refs(count), [VALUE, *REASONS][:count]),
-        "succeed with nothing": statements.succeed(refs(count), [None] * count),
-        "succeed with progress": statements.succeed(refs(1), [VALUE], progress=VALUE),
-        "succeed_plain": statements.succeed_plain(refs(count), [VALUE, *REASONS][:count]),
-        "succeed_plain with progress": statements.succeed_plain(refs(1), [VALUE], progress=VALUE),
-        "fail": statements.fail(
-            refs(count),
-            [statements.Failure(reason, 1_000 * n) for n, reason in enumerate(REASONS)][:count],
+        "heartbeat": statements.attempts.heartbeat(refs(count)),
+        "heartbeat with progress": statements.attempts.heartbeat(refs(1), progress=VALUE),
+        "succeed": statements.attempts.succeed(refs(count), [VALUE, *REASONS][:count]),
+        "succeed with nothing": statements.attempts.succeed(refs(count), [None] * count),
+        "succeed with progress": statements.attempts.succeed(refs(1), [VALUE], progress=VALUE),
+        "succeed_plain": statements.plain.succeed_plain(refs(count), [VALUE, *REASONS][:count]),
+        "succeed_plain with progress": statements.plain.succeed_plain(
+            refs(1), [VALUE], progress=VALUE
         ),
-        "fail for good": statements.fail(
+        "fail": statements.attempts.fail(
             refs(count),
-            [statements.Failure(r, 0, for_good=n == 0) for n, r in enumerate(REASONS)][:count],
+            [statements.attempts.Failure(reason, 1_000 * n) for n, reason in enumerate(REASONS)][
+                :count
+            ],
+        ),
+        "fail for good": statements.attempts.fail(
+            refs(count),
+            [statements.attempts.Failure(r, 0, for_good=n == 0) for n, r in enumerate(REASONS)][
+                :count
+            ],
             progress=VALUE if count == 1 else None,
         ),
-        "release": statements.release(refs(count)),
-        "snooze": statements.snooze(refs(count), [5_000 * n for n in range(count)]),
-        "mark_interrupted": statements.mark_interrupted(refs(count)),
+        "release": statements.attempts.release(refs(count)),
+        "snooze": statements.attempts.snooze(refs(count), [5_000 * n for n in range(count)]),
+        "mark_interrupted": statements.attempts.mark_interrupted(refs(count)),
     }
 
 
@@ -84,7 +90,7 @@ def resends() -> list[Update]:
     A resend with every combination of its options.
     """
     return [
-        statements.resend(
+        statements.producing.resend(
             KEYS[0],
             SEND_ID,
             start_time=MOMENT if has_time else None,
@@ -104,21 +110,26 @@ def updates() -> dict[str, list[Update]]:
     """
     Every write that there is by its name, for one task and for several.
     """
-    found: dict[str, list[Update]] = {"cancel": [statements.cancel(KEYS[0])], "resend": resends()}
+    found: dict[str, list[Update]] = {
+        "cancel": [statements.producing.cancel(KEYS[0])],
+        "resend": resends(),
+    }
     for count in (1, 3, 5):
         for name, update in after_the_claim(count).items():
             found.setdefault(name, []).append(update)
-        found.setdefault("repair", []).append(statements.repair(KEYS[:count]))
+        found.setdefault("repair", []).append(statements.attempts.repair(KEYS[:count]))
         found.setdefault("claim", []).extend(
             [
-                statements.claim(refs(count), WORKER),
-                statements.claim(refs(count), WORKER, names=NAMES, elapsed_since_outage_ms=500),
+                statements.attempts.claim(refs(count), WORKER),
+                statements.attempts.claim(
+                    refs(count), WORKER, names=NAMES, elapsed_since_outage_ms=500
+                ),
             ]
         )
         found.setdefault("claim_plain", []).extend(
             [
-                statements.claim_plain(refs(count), WORKER),
-                statements.claim_plain(refs(count), WORKER, names=NAMES, sent_at=MOMENT),
+                statements.plain.claim_plain(refs(count), WORKER),
+                statements.plain.claim_plain(refs(count), WORKER, names=NAMES, sent_at=MOMENT),
             ]
         )
     return found
@@ -129,29 +140,29 @@ def finds() -> dict[str, Find]:
     Every read that there is.
     """
     return {
-        "due_tasks": statements.due_tasks("*", until=MOMENT, limit=10),
-        "due_tasks, eligible": statements.due_tasks(
+        "due_tasks": statements.discovery.due_tasks("*", until=MOMENT, limit=10),
+        "due_tasks, eligible": statements.discovery.due_tasks(
             "+",
             until=MOMENT,
             limit=10,
             after=MOMENT,
-            eligible=statements.eligible_in_shared_routes(WORKER, NAMES),
+            eligible=statements.discovery.eligible_in_shared_routes(WORKER, NAMES),
         ),
-        "due_tasks, pinned": statements.due_tasks(
-            "@w", until=MOMENT, limit=10, eligible=statements.eligible_name(NAMES)
+        "due_tasks, pinned": statements.discovery.due_tasks(
+            "@w", until=MOMENT, limit=10, eligible=statements.discovery.eligible_name(NAMES)
         ),
-        "underived": statements.underived(after_id=None, limit=10),
-        "underived, next page": statements.underived(after_id=OBJECT_ID, limit=10),
-        "unfinished": statements.unfinished(after_key="$key", limit=10),
-        "discovered_by_id": statements.discovered_by_id([OBJECT_ID]),
-        "discovered_by_key": statements.discovered_by_key(KEYS),
-        "whole": statements.whole(KEYS),
-        "claimed": statements.claimed(refs(3)),
-        "claimed, one": statements.claimed(refs(1)),
-        "attempt_state": statements.attempt_state(KEYS),
-        "task": statements.task(KEYS[0], {"params": 0}),
-        "tasks": statements.tasks({"status": "waiting"}, after="$key", limit=10),
-        "finished_before": statements.finished_before(MOMENT, list(x.TERMINAL), 10),
+        "underived": statements.discovery.underived(after_id=None, limit=10),
+        "underived, next page": statements.discovery.underived(after_id=OBJECT_ID, limit=10),
+        "unfinished": statements.discovery.unfinished(after_key="$key", limit=10),
+        "discovered_by_id": statements.discovery.discovered_by_id([OBJECT_ID]),
+        "discovered_by_key": statements.discovery.discovered_by_key(KEYS),
+        "whole": statements.discovery.whole(KEYS),
+        "claimed": statements.attempts.claimed(refs(3)),
+        "claimed, one": statements.attempts.claimed(refs(1)),
+        "attempt_state": statements.attempts.attempt_state(KEYS),
+        "task": statements.producing.task(KEYS[0], {"params": 0}),
+        "tasks": statements.producing.tasks({"status": "waiting"}, after="$key", limit=10),
+        "finished_before": statements.producing.finished_before(MOMENT, list(x.TERMINAL), 10),
     }
 
 
@@ -216,7 +227,7 @@ def test_a_write_finds_its_documents_by_key(name: str) -> None:
     """
     for update in UPDATES[name]:
         assert next(iter(update.filter)) == "key"
-        assert update.filter["key"] == statements.one_or_in(keys_of(update))
+        assert update.filter["key"] == statements.base.one_or_in(keys_of(update))
         assert update.many is (len(keys_of(update)) > 1)
 
 
@@ -235,7 +246,7 @@ def test_a_write_leaves_unreadable_documents_alone(name: str) -> None:
     What the expressions rely on is a condition of the filter.
     """
     for update in UPDATES[name]:
-        for path, condition in statements.READABLE.items():
+        for path, condition in statements.base.READABLE.items():
             stated = update.filter[path]
             # Exactly one, and nothing else, is narrower than any bounds.
             is_exact = stated == {"$eq": 1, "$not": {"$type": "array"}}
@@ -264,12 +275,12 @@ def test_a_claim_is_not_repeated(count: int) -> None:
     """
     Where its attempt stands already, a claim does not match.
     """
-    filter_ = statements.claim(refs(count), WORKER, names=NAMES).filter
+    filter_ = statements.attempts.claim(refs(count), WORKER, names=NAMES).filter
     assert filter_[f"{x.ATTEMPTS}.running_id"] == {"$nin": IDS[:count]}
     allowed = {"$in": [None, [], WORKER, [x.NOBODY]]}
     assert filter_["task_option.specific_worker_ids"] == allowed
     assert filter_["name"] == {"$in": NAMES}
-    assert "name" not in statements.claim(refs(count), WORKER).filter
+    assert "name" not in statements.attempts.claim(refs(count), WORKER).filter
 
 
 @EVERY_FIND
@@ -279,7 +290,7 @@ def test_a_read_begins_with_an_indexed_field(name: str) -> None:
     """
     find = finds()[name]
     first, condition = next(iter(find.filter.items()))
-    leading = {index.keys[0][0] for index in statements.INDEXES} | {"_id"}
+    leading = {index.keys[0][0] for index in statements.discovery.INDEXES} | {"_id"}
     assert first in leading
     assert not [name for name in find.filter if name.startswith("$")]
     if isinstance(condition, Mapping):
@@ -299,7 +310,7 @@ def test_due_times_are_looked_for_between_two_bounds() -> None:
     """
     Tasks that are never due, and documents without a due time, cost nothing.
     """
-    find = statements.due_tasks("*", until=MOMENT, limit=10)
+    find = statements.discovery.due_tasks("*", until=MOMENT, limit=10)
     assert find.filter == {"routes": "*", "due": {"$gte": x.EPOCH, "$lte": MOMENT}}
     assert find.sort == [("due", 1)]
     assert MOMENT < x.NEVER
@@ -309,7 +320,7 @@ def test_deleting_what_ended_goes_by_key_and_checks_again() -> None:
     """
     A task that was armed meanwhile stays.
     """
-    delete = statements.delete_ended(KEYS, MOMENT, ["failed"])
+    delete = statements.producing.delete_ended(KEYS, MOMENT, ["failed"])
     assert delete.filter == {
         "key": {"$in": KEYS},
         "finished_at": {"$gte": x.EPOCH, "$lt": MOMENT},
@@ -317,15 +328,17 @@ def test_deleting_what_ended_goes_by_key_and_checks_again() -> None:
     }
     assert next(iter(delete.filter)) == "key"
     assert delete.many
-    assert statements.delete_task("$key") == Delete(statements.TASKS, {"key": "$key"})
+    assert statements.producing.delete_task("$key") == Delete(
+        statements.base.TASKS, {"key": "$key"}
+    )
 
 
 def test_a_list_of_one_is_no_list() -> None:
     """
     One key is looked for as itself.
     """
-    assert statements.whole(["a"]).filter == {"key": "a"}
-    assert statements.whole(["a", "b"]).filter == {"key": {"$in": ["a", "b"]}}
+    assert statements.discovery.whole(["a"]).filter == {"key": "a"}
+    assert statements.discovery.whole(["a", "b"]).filter == {"key": {"$in": ["a", "b"]}}
 
 
 # -- pipelines -------------------------------------------------------------------------------
@@ -449,7 +462,7 @@ def test_statements_depend_on_their_arguments_alone() -> None:
     """
     assert updates() == UPDATES
     assert finds() == finds()
-    assert statements.watch_pipeline() == statements.watch_pipeline()
+    assert statements.discovery.watch_pipeline() == statements.discovery.watch_pipeline()
 
 
 def test_a_statement_for_many_is_not_much_larger() -> None:
@@ -457,8 +470,8 @@ def test_a_statement_for_many_is_not_much_larger() -> None:
     The expressions stand once, however many tasks a statement is for.
     """
     many = [(f"key {n}", f"{n:032x}") for n in range(100)]
-    one = len(bson.encode({"u": statements.claim(many[:1], "w").pipeline}))
-    assert len(bson.encode({"u": statements.claim(many, "w").pipeline})) < one + 100 * 120
+    one = len(bson.encode({"u": statements.attempts.claim(many[:1], "w").pipeline}))
+    assert len(bson.encode({"u": statements.attempts.claim(many, "w").pipeline})) < one + 100 * 120
 
 
 # -- the stream ------------------------------------------------------------------------------
@@ -468,7 +481,7 @@ def test_the_stream_has_no_clock_and_no_bodies() -> None:
     """
     It lives for hours, and nobody reads params or results from it.
     """
-    match, project = statements.watch_pipeline()
+    match, project = statements.discovery.watch_pipeline()
     assert "$$NOW" not in json.dumps([match, project])
     shown = project["$project"]
     assert set(shown.values()) == {1}
@@ -482,7 +495,7 @@ def test_the_stream_begins_with_cheap_conditions() -> None:
     """
     Heartbeats, claims and ends are dropped by plain conditions on what has changed.
     """
-    (match,) = statements.watch_pipeline()[0].values()
+    (match,) = statements.discovery.watch_pipeline()[0].values()
     assert match["operationType"] == {"$in": ["insert", "update", "replace"]}
     assert match["updateDescription.updatedFields.heartbeat_at"] == {"$exists": False}
     quiet = match["updateDescription.updatedFields.status"]["$nin"]
@@ -496,7 +509,7 @@ def test_the_indexes() -> None:
     """
     The key as the crate has it; who may take what when; and two that hold finished tasks only.
     """
-    assert {index.name: (index.keys, index.options) for index in statements.INDEXES} == {
+    assert {index.name: (index.keys, index.options) for index in statements.discovery.INDEXES} == {
         "key": ([("key", 1)], {"unique": True}),
         "routes_due": ([("routes", 1), ("due", 1)], {}),
         "finished_at": ([("finished_at", 1)], {"sparse": True}),

@@ -13,7 +13,7 @@ from bson.int64 import Int64
 
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage.statement import Delete, Document, Find, Insert, Update
-from mscheduler_sync._storage.statements import one_or_in
+from mscheduler_sync._storage.statements.base import one_or_in
 from mscheduler_sync.pool.statements.base import (
     AFTER_SEPARATOR,
     FAILED,
