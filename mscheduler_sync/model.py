@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn, TypeVar
 
 import attrs
 from bson.codec_options import CodecOptions
@@ -126,37 +126,55 @@ def _is_failed(attempt: Attempt) -> bool:
     return attempt.failed_at is not None and attempt.succeeded_at is None
 
 
+_T = TypeVar("_T")
+
+
 class _Reader:
     """
-    Takes typed fields out of one level of a document and names the path of what is wrong.
+    Takes typed fields out of one level of a document.
+
+    What must be of a kind and is not raises `InvalidTask`, which names its path.
     """
 
-    def __init__(self, fields: Any, key: object, *, prefix: str = "") -> None:
-        self._fields = fields
+    def __init__(self, fields: Mapping[str, Any], key: object, prefix: str = "") -> None:
+        self.get = fields.get
         self._key = key
         self._prefix = prefix
 
     def refuse(self, name: str, problem: str) -> NoReturn:
         raise InvalidTask(self._key, self._prefix + name, problem)
 
+    def inner(self, name: str) -> _Reader:
+        return self._reader_of(name, self.get(name))
+
+    def inner_list(self, name: str) -> list[_Reader]:
+        values = self.get(name)
+        if not isinstance(values, list):
+            self.refuse(name, f"must be an array, is {_kind(values)}")
+        return [self._reader_of(f"{name}.{number}", value) for number, value in enumerate(values)]
+
+    def _reader_of(self, name: str, value: object) -> _Reader:
+        if not isinstance(value, Mapping):
+            self.refuse(name, f"must be an object, is {_kind(value)}")
+        return _Reader(value, self._key, f"{self._prefix}{name}.")
+
     def text(self, name: str) -> str:
-        value = self._fields.get(name)
+        value = self.get(name)
         if not isinstance(value, str):
             self.refuse(name, f"must be a string, is {_kind(value)}")
         return value
 
     def date(self, name: str) -> dt.datetime:
-        value = self._fields.get(name)
+        value = self.get(name)
         if not isinstance(value, dt.datetime):
             self.refuse(name, f"must be a date, is {_kind(value)}")
         return value
 
     def date_or_none(self, name: str) -> dt.datetime | None:
-        value = self._fields.get(name)
-        return None if value is None else self.date(name)
+        return None if self.get(name) is None else self.date(name)
 
     def whole(self, name: str, low: int, high: int) -> int:
-        value = self._fields.get(name)
+        value = self.get(name)
         if type(value) is int and low <= value <= high:
             # Nearly always.
             return value
@@ -167,24 +185,26 @@ class _Reader:
         return int(value)
 
 
-def _fact(value: object, default: float, low: float, high: float) -> float:
-    """
-    A number of ours; whatever else stands there counts as *default*.
-    """
+# Facts of ours: whatever else stands in their place counts as if nothing did.
+
+
+def _if_is(kind: type[_T], value: object) -> _T | None:
+    return value if isinstance(value, kind) else None
+
+
+def _number(value: object, default: float, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return default
     return float(value) if low <= value <= high else default
 
 
-def _part(fields: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], _Reader]:
-    """
-    Raises:
-        InvalidTask: If there is no such sub-document.
-    """
-    part = fields.get(name)
-    if not isinstance(part, Mapping):
-        _Reader(fields, fields.get("key")).refuse(name, f"must be an object, is {_kind(part)}")
-    return part, _Reader(part, fields.get("key"), prefix=f"{name}.")
+def _seconds(value_ms: object, *, at_least_ms: float = 0.0) -> float | None:
+    value = _number(value_ms, -1.0, at_least_ms, _FAR_MS)
+    return None if value < 0 else value / 1000
+
+
+def _is_cancelled(fields: Mapping[str, Any]) -> bool:
+    return (_if_is(dict, fields.get("cancel")) or {}).get("time") is not None
 
 
 def _kind(value: object) -> str:
@@ -207,36 +227,29 @@ def read_task(document: RawBSONDocument, options: CodecOptions[Any]) -> Task:
     key = fields.get("key")
     attempts = read_attempts(fields)
     status, due_at = derive(fields, attempts)
-    reader = _Reader(fields, key)
     try:
         params = codec.thaw(document, "params", options)
         progress = codec.thaw(document, "progress", options)
     except Exception as error:  # an application's own decoder may raise anything
         raise InvalidTask(key, "params", f"cannot be decoded: {error}") from error
-    _, state = _part(fields, "task_state")
-    cancel = fields.get("cancel")
-    finished_at = fields.get("finished_at")
-    counters = fields.get("counters")
-    name = fields.get("name")
-    tags = fields.get("tags")
+    reader = _Reader(fields, key)
+    state = reader.inner("task_state")
+    counters = _if_is(dict, fields.get("counters")) or {}
+    tags = _if_is(list, fields.get("tags")) or []
     return Task(
         key=reader.text("key"),
-        name=name if isinstance(name, str) else None,
+        name=_if_is(str, fields.get("name")),
         params=params,
         status=status,
         created_at=state.date("create_time"),
         start_at=state.date("start_time"),
         due_at=due_at,
-        finished_at=finished_at if isinstance(finished_at, dt.datetime) else None,
-        cancel_requested=isinstance(cancel, Mapping) and cancel.get("time") is not None,
+        finished_at=_if_is(dt.datetime, fields.get("finished_at")),
+        cancel_requested=_is_cancelled(fields),
         options=read_options(fields),
         attempts=attempts,
-        counters={
-            name: value
-            for name, value in (counters if isinstance(counters, Mapping) else {}).items()
-            if isinstance(value, int)
-        },
-        tags=tuple(tag for tag in (tags if isinstance(tags, list) else []) if isinstance(tag, str)),
+        counters={name: count for name, count in counters.items() if isinstance(count, int)},
+        tags=tuple(tag for tag in tags if isinstance(tag, str)),
         progress=progress,
     )
 
@@ -280,32 +293,27 @@ def read_options(fields: Mapping[str, Any]) -> TaskOptions:
     Raises:
         InvalidTask: If an option is missing or of the wrong kind.
     """
-    stored, reader = _part(fields, "task_option")
+    stored = _Reader(fields, fields.get("key")).inner("task_option")
     worker_ids = stored.get("specific_worker_ids")
     if worker_ids is None:
         worker_ids = []
     if not isinstance(worker_ids, list) or not all(isinstance(i, str) for i in worker_ids):
-        reader.refuse("specific_worker_ids", "must be an array of strings")
-    retry = fields.get("retry")
-    if not isinstance(retry, Mapping):
-        retry = {}
-    max_delay_ms = _fact(retry.get("max_delay_ms"), -1.0, 0.0, _FAR_MS)
-    timeout_ms = _fact(fields.get("timeout_ms"), -1.0, 1.0, _FAR_MS)
-    keep_ms = _fact(fields.get("keep_ms"), -1.0, 0.0, _FAR_MS)
+        stored.refuse("specific_worker_ids", "must be an array of strings")
+    retry = _if_is(dict, fields.get("retry")) or {}
     return TaskOptions(
-        priority=reader.whole("priority", -(2**31), 2**32),
-        concurrency=reader.whole("concurrent_worker_cnt", 1, 1_000_000),
-        lease=reader.whole("worker_timeout_ms", 1, _FAR_MS) / 1000,
-        heartbeat=reader.whole("ping_interval_ms", 0, _FAR_MS) / 1000,
+        priority=stored.whole("priority", -(2**31), 2**32),
+        concurrency=stored.whole("concurrent_worker_cnt", 1, 1_000_000),
+        lease=stored.whole("worker_timeout_ms", 1, _FAR_MS) / 1000,
+        heartbeat=stored.whole("ping_interval_ms", 0, _FAR_MS) / 1000,
         worker_ids=tuple(worker_ids),
-        max_attempts=reader.whole("max_unexpected_retries", 0, 2**32),
-        retry_delay=reader.whole("unexpected_retry_delay_ms", 0, _FAR_MS) / 1000,
-        retry_backoff=_fact(retry.get("backoff"), 1.0, 1.0, 1000.0),
-        retry_max_delay=None if max_delay_ms < 0 else max_delay_ms / 1000,
-        retry_jitter=_fact(retry.get("jitter"), 0.0, 0.0, 1.0),
+        max_attempts=stored.whole("max_unexpected_retries", 0, 2**32),
+        retry_delay=stored.whole("unexpected_retry_delay_ms", 0, _FAR_MS) / 1000,
+        retry_backoff=_number(retry.get("backoff"), 1.0, 1.0, 1000.0),
+        retry_max_delay=_seconds(retry.get("max_delay_ms")),
+        retry_jitter=_number(retry.get("jitter"), 0.0, 0.0, 1.0),
         retry_scope="worker" if retry.get("scope") == "worker" else "task",
-        timeout=None if timeout_ms < 0 else timeout_ms / 1000,
-        keep_finished=None if keep_ms < 0 else keep_ms / 1000,
+        timeout=_seconds(fields.get("timeout_ms"), at_least_ms=1.0),
+        keep_finished=_seconds(fields.get("keep_ms")),
     )
 
 
@@ -314,32 +322,21 @@ def read_attempts(fields: Mapping[str, Any]) -> tuple[Attempt, ...]:
     Raises:
         InvalidTask: If the attempts are not an array of attempts.
     """
-    state, reader = _part(fields, "task_state")
-    elements = state.get("worker_states")
-    if not isinstance(elements, list):
-        reader.refuse("worker_states", f"must be an array, is {_kind(elements)}")
-    key = fields.get("key")
-    return tuple(_read_attempt(element, key, number) for number, element in enumerate(elements))
-
-
-def _read_attempt(element: object, key: object, number: int) -> Attempt:
-    place = f"task_state.worker_states.{number}"
-    if not isinstance(element, Mapping):
-        _Reader(element, key).refuse(place, f"must be an object, is {_kind(element)}")
-    reader = _Reader(element, key, prefix=place + ".")
-    reason = element.get("fail_reason")
-    running_id = element.get("running_id")
-    return Attempt(
-        running_id=running_id if isinstance(running_id, str) else None,
-        worker_id=reader.text("worker_id"),
-        lease_end=reader.date_or_none("ping_expire_time"),
-        claimed_at=reader.date_or_none("claim_time"),
-        succeeded_at=reader.date_or_none("success_time"),
-        failed_at=reader.date_or_none("fail_time"),
-        fail_reason=reason if isinstance(reason, str) else None,
-        retry_at=reader.date_or_none("retry_time"),
-        final=element.get("final") is True,
-        interrupted=element.get("interrupted") is True,
+    state = _Reader(fields, fields.get("key")).inner("task_state")
+    return tuple(
+        Attempt(
+            running_id=_if_is(str, element.get("running_id")),
+            worker_id=element.text("worker_id"),
+            lease_end=element.date_or_none("ping_expire_time"),
+            claimed_at=element.date_or_none("claim_time"),
+            succeeded_at=element.date_or_none("success_time"),
+            failed_at=element.date_or_none("fail_time"),
+            fail_reason=_if_is(str, element.get("fail_reason")),
+            retry_at=element.date_or_none("retry_time"),
+            final=element.get("final") is True,
+            interrupted=element.get("interrupted") is True,
+        )
+        for element in state.inner_list("worker_states")
     )
 
 
@@ -354,9 +351,8 @@ def derive(fields: Mapping[str, Any], attempts: tuple[Attempt, ...]) -> tuple[St
         InvalidTask: If an option or the start time is missing or of the wrong kind.
     """
     options = read_options(fields)
-    start_at = _part(fields, "task_state")[1].date("start_time")
-    cancel = fields.get("cancel")
-    is_cancelled = isinstance(cancel, Mapping) and cancel.get("time") is not None
+    start_at = _Reader(fields, fields.get("key")).inner("task_state").date("start_time")
+    is_cancelled = _is_cancelled(fields)
     succeeded = sum(1 for attempt in attempts if attempt.succeeded_at is not None)
     failed = [attempt for attempt in attempts if _is_failed(attempt)]
     running = [attempt for attempt in attempts if attempt.is_open]
