@@ -88,19 +88,18 @@ class ServerClock:
         """
         Return the server's time at the local monotonic time *monotonic_s*.
         """
-        offset_s = self.offset_s
-        if offset_s is None:
-            msg = "the server's time was not measured yet"
-            raise RuntimeError(msg)
-        unix_s = min(max(monotonic_s + offset_s, 0.0), _MAX_UNIX_S)
+        unix_s = min(max(monotonic_s + self._measured(), 0.0), _MAX_UNIX_S)
         return _EPOCH + dt.timedelta(seconds=unix_s)
 
     def monotonic_at(self, server_time: dt.datetime) -> float:
         """
         Return the local monotonic time, in seconds, at which the server will show *server_time*.
         """
+        return (server_time - _EPOCH).total_seconds() - self._measured()
+
+    def _measured(self) -> float:
         offset_s = self.offset_s
         if offset_s is None:
             msg = "the server's time was not measured yet"
             raise RuntimeError(msg)
-        return (server_time - _EPOCH).total_seconds() - offset_s
+        return offset_s
