@@ -43,8 +43,6 @@ __all__ = [
     "RUNNING",
     "SEPARATOR",
     "STARTING",
-    "Read",
-    "Write",
     "full_id",
     "jobs",
     "members",
