@@ -22,7 +22,7 @@ from tests.support import Document
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 #: So few files are parsed within seconds, and still leave time to kill a worker.
-DEMO = ("demo.py", "--limit", "80")
+DEMO = ("demo.py", "--limit", "60")
 
 QUICKSTART = r"""
 a new task: True
@@ -154,8 +154,8 @@ def test_the_demo_loses_a_worker_and_nothing_else(
     printed, errors = process.communicate(timeout=100)
     assert (process.returncode, errors) == (0, ""), printed
     assert not re.search(r"WRONG|FAILED|\r|\x1b", printed), printed
-    assert re.search(r"^100 %  80 of 80 files ", printed, re.MULTILINE), printed
-    assert re.search(r"^  results +80  0 differ ", printed, re.MULTILINE), printed
+    assert re.search(r"^100 %  60 of 60 files ", printed, re.MULTILINE), printed
+    assert re.search(r"^  results +60  0 differ ", printed, re.MULTILINE), printed
     killed = re.search(
         r"^worker-2 was killed \(SIGKILL\) while it held \d+ tasks?:\n((?:  parse:\S+\n)+)",
         printed,
@@ -204,7 +204,7 @@ def test_the_demo_leaves_no_worker_behind_when_it_is_killed(
     process = start(*DEMO, uri=server_uri)
     assert process.stdout is not None
     for line in process.stdout:
-        if " of 80 files" in line:
+        if " of 60 files" in line:
             break
     process.kill()
     # As above: comes to an end only with the last worker.

@@ -592,7 +592,7 @@ def test_task_that_rust_inserts_is_adopted(
     assert (adopted["status"], adopted["routes"]) == ("succeeded", "*")
 
 
-@pytest.mark.parametrize("count", [250])
+@pytest.mark.parametrize("count", [120])
 def test_many_tasks_that_rust_inserted_before_are_adopted(
     collection: Tasks, producer: Producer, rust: RustWorker, count: int
 ) -> None:

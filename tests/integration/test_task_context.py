@@ -331,7 +331,7 @@ def test_progress_without_room_costs_neither_lease_nor_outcome(
                 raise Snooze(0)
         return 1
 
-    producer.send("k", "P" * ROOM, lease=3, heartbeat=0.2, max_attempts=2, retry_delay=0)
+    producer.send("k", "P" * ROOM, lease=30, heartbeat=0.5, max_attempts=2, retry_delay=0)
     with polling(collection, function) as consumer:
         wait_until(lambda: contexts, "it runs", 20)
         first = task_of(producer).attempts[0].lease_end
