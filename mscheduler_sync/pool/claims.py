@@ -53,6 +53,7 @@ class _Queued:
     is_decided: bool = False
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class ClaimQueue:
     """
     The pending jobs that this node has heard of, and a condition that wakes the control thread.
@@ -60,13 +61,12 @@ class ClaimQueue:
     Safe from any thread.
     """
 
-    def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._changed = threading.Condition()
-        # All under _changed.
-        self._jobs: dict[str, _Queued] = {}
-        self._unread: set[str] = set()
-        self._woken = False
+    _grace_s: float
+    _changed: threading.Condition = attrs.field(init=False, factory=threading.Condition)
+    # All under _changed.
+    _jobs: dict[str, _Queued] = attrs.field(init=False, factory=dict)
+    _unread: set[str] = attrs.field(init=False, factory=set)
+    _woken: bool = attrs.field(init=False, default=False)
 
     def add(self, job_id: str, due_s: float, *, replace: bool = True) -> None:
         """
@@ -157,27 +157,19 @@ class _Claim:
     id: str = attrs.field(factory=lambda: uuid.uuid4().hex)
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Claims:
     """
     The claims of a node; used by its control thread alone, but for the queue and `due_s`.
     """
 
-    def __init__(
-        self,
-        store: PoolStore,
-        grace_s: float,
-        *,
-        view: PoolView,
-        held: HeldJobs,
-        runner: JobRunner,
-    ) -> None:
-        self._store = store
-        self._view = view
-        self._held = held
-        self._runner = runner
-        self.queue = ClaimQueue(grace_s)
-        #: Claims whose outcome is not known yet.
-        self._unsettled: list[_Claim] = []
+    _store: PoolStore
+    _view: PoolView
+    _held: HeldJobs
+    _runner: JobRunner
+    queue: ClaimQueue
+    #: Claims whose outcome is not known yet.
+    _unsettled: list[_Claim] = attrs.field(init=False, factory=list)
 
     def due_s(self, not_before: object) -> float:
         """

@@ -17,7 +17,7 @@ from mscheduler_sync._runtime.service import ComponentHealth, CrashHandler, Serv
 from mscheduler_sync.errors import PoolClosed, StoreError
 from mscheduler_sync.events import EventHub
 from mscheduler_sync.pool import statements
-from mscheduler_sync.pool.claims import Claims
+from mscheduler_sync.pool.claims import ClaimQueue, Claims
 from mscheduler_sync.pool.control import Control
 from mscheduler_sync.pool.events import CloseReport, NodeFenced, ShutdownReport
 from mscheduler_sync.pool.held import HeldJobs
@@ -73,8 +73,8 @@ class Engine:
         )
         name = self.lease.node
         self.runner = JobRunner(
-            self.store,
-            name,
+            store=self.store,
+            name=name,
             held=self.held,
             holds=self.lease.holds,
             waiters=self._waiters,
@@ -83,13 +83,21 @@ class Engine:
             closed=self._closed,
         )
         self.executor = self.runner.executor
-        self.membership = Membership(self.store, self.view, self.lease)
+        self.membership = Membership(store=self.store, view=self.view, lease=self.lease)
         self.claims = Claims(
-            self.store,
-            settings.claim_grace_s,
+            store=self.store,
             view=self.view,
             held=self.held,
             runner=self.runner,
+            queue=ClaimQueue(grace_s=settings.claim_grace_s),
+        )
+        reaper = Reaper(
+            store=self.store,
+            ttl_s=settings.worker_ttl_s,
+            view=self.view,
+            runner=self.runner,
+            claims=self.claims,
+            hub=hub,
         )
         self.control = Control(
             self.store,
@@ -100,7 +108,7 @@ class Engine:
             membership=self.membership,
             runner=self.runner,
             claims=self.claims,
-            reaper=Reaper(self.store, settings, self.view, self.runner, self.claims, hub),
+            reaper=reaper,
             is_streaming=self.is_streaming,
             on_closed=self._on_pool_closed,
             on_crash=on_crash,
@@ -115,10 +123,10 @@ class Engine:
                 on_crash=on_crash,
             )
         self.requests = Requests(
-            self.store,
-            settings,
-            self.view,
-            self._waiters,
+            store=self.store,
+            settings=settings,
+            view=self.view,
+            waiters=self._waiters,
             node=lambda: self.lease.node,
             is_told=self.is_streaming,
             hint=self._hint,

@@ -53,16 +53,16 @@ class HeldJob:
         return self.ownership.job_id
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class HeldJobs:
     """
     All of them, by id. Safe from any thread.
     """
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        # Both under _changed.
-        self._jobs: dict[str, HeldJob] = {}
-        self._life = 0
+    _changed: threading.Condition = attrs.field(init=False, factory=threading.Condition)
+    # Both under _changed.
+    _jobs: dict[str, HeldJob] = attrs.field(init=False, factory=dict)
+    _life: int = attrs.field(init=False, default=0)
 
     @property
     def life(self) -> int:

@@ -11,6 +11,8 @@ import datetime as dt
 import time
 from typing import Final
 
+import attrs
+
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._storage.statement import Document
 from mscheduler_sync.events import EventHub
@@ -18,7 +20,6 @@ from mscheduler_sync.pool import events, statements
 from mscheduler_sync.pool.claims import Claims
 from mscheduler_sync.pool.ring import PoolView
 from mscheduler_sync.pool.runner import JobRunner
-from mscheduler_sync.pool.settings import NodeOptions
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.workers import ActiveWorkers
 
@@ -30,27 +31,19 @@ _SHORTEST_PAUSE_S: Final = 0.02
 _PAGE: Final = 1000
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Reaper:
     """
     One sweep after another, in the control thread.
     """
 
-    def __init__(
-        self,
-        store: PoolStore,
-        settings: NodeOptions,
-        view: PoolView,
-        runner: JobRunner,
-        claims: Claims,
-        hub: EventHub,
-    ) -> None:
-        self._store = store
-        self._ttl_s = settings.worker_ttl_s
-        self._view = view
-        self._runner = runner
-        self._claims = claims
-        self._hub = hub
-        self._removed: set[str] = set()
+    _store: PoolStore
+    _ttl_s: float
+    _view: PoolView
+    _runner: JobRunner
+    _claims: Claims
+    _hub: EventHub
+    _removed: set[str] = attrs.field(init=False, factory=set)
 
     def sweep(self, active: ActiveWorkers) -> float:
         """

@@ -53,36 +53,25 @@ class _Dispatch:
     timeout_s: float
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Requests:
     """
     The requests of one node or client. *is_told* says whether news arrives by itself, *hint* is
     told of each new job, *closed* is set when the node is at its end: nobody waits on.
     """
 
-    def __init__(
-        self,
-        store: PoolStore,
-        settings: NodeOptions,
-        view: PoolView,
-        waiters: Waiters,
-        *,
-        node: Callable[[], str],
-        is_told: Callable[[], bool],
-        hint: Callable[[str], None],
-        closed: threading.Event,
-    ) -> None:
-        self._store = store
-        self._settings = settings
-        self._view = view
-        self._waiters = waiters
-        self._node = node
-        self._is_told = is_told
-        self._hint = hint
-        self._closed = closed
-        self._lock = threading.Lock()
-        # Both under _lock: how many jobs waited, counted when, plus what was added since.
-        self._waiting = 0
-        self._counted_at_s = float("-inf")
+    _store: PoolStore
+    _settings: NodeOptions
+    _view: PoolView
+    _waiters: Waiters
+    _node: Callable[[], str]
+    _is_told: Callable[[], bool]
+    _hint: Callable[[str], None]
+    _closed: threading.Event
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    # Both under _lock: how many jobs waited, counted when, plus what was added since.
+    _waiting: int = attrs.field(init=False, default=0)
+    _counted_at_s: float = attrs.field(init=False, default=float("-inf"))
 
     def _job(self, job_id: str) -> Document | None:
         return self._store.read_one(statements.jobs.job(job_id, statements.jobs.STATE_OF_JOB))

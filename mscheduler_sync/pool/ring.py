@@ -107,16 +107,16 @@ class Seen:
     at_s: float = float("-inf")
 
 
+@attrs.define(eq=False, repr=False)
 class PoolView:
     """
     The last reading. Safe from any thread; never goes back to an earlier ring.
     """
 
-    def __init__(self, store: PoolStore) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        # Under _lock.
-        self._seen = Seen()
+    _store: PoolStore
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    # Under _lock.
+    _seen: Seen = attrs.field(init=False, factory=Seen)
 
     @property
     def seen(self) -> Seen:

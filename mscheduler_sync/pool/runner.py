@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import attrs
 from bson.raw_bson import RawBSONDocument
 
 from mscheduler_sync._runtime import backoff
@@ -41,35 +42,28 @@ _MOVE_AGAIN_S: Final = 5.0
 _STOP_PAUSES_S: Final = (0.2, 0.2, 0.0)
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class JobRunner:
     """
     Calls the handlers, and writes what has become of it. *name* is the node's, for its threads.
     """
 
-    def __init__(
-        self,
-        store: PoolStore,
-        name: str,
-        *,
-        held: HeldJobs,
-        holds: Holds,
-        waiters: Waiters,
-        hub: EventHub,
-        epoch: Callable[[], int],
-        closed: threading.Event,
-    ) -> None:
-        self._store = store
-        self._held = held
-        self._holds = holds
-        self.waiters = waiters
-        self._hub = hub
-        self._epoch = epoch
-        #: Once set, no write is tried again.
-        self._closed = closed
-        self.executor = KeyedExecutor(name, MAX_THREADS, self._on_bug)
-        #: Of the handlers, and of the steps themselves.
-        self.health = ComponentHealth()
-        self.bugs = ComponentHealth()
+    _store: PoolStore
+    _name: str
+    _held: HeldJobs
+    _holds: Holds
+    waiters: Waiters
+    _hub: EventHub
+    _epoch: Callable[[], int]
+    #: Once set, no write is tried again.
+    _closed: threading.Event
+    executor: KeyedExecutor = attrs.field(init=False)
+    #: Of the handlers, and of the steps themselves.
+    health: ComponentHealth = attrs.field(init=False, factory=ComponentHealth)
+    bugs: ComponentHealth = attrs.field(init=False, factory=ComponentHealth)
+
+    def __attrs_post_init__(self) -> None:
+        self.executor = KeyedExecutor(self._name, MAX_THREADS, self._on_bug)
 
     # -- asking for steps; from any thread ---------------------------------------------------
 

@@ -23,16 +23,16 @@ _log = logger("watch")
 _UNREAD: Final = frozenset({"inbox_seq", "stop"})
 
 
+@attrs.define(eq=False, repr=False)
 class Waiter:
     """
     One caller that waits for news of one job.
     """
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        # Under _changed.
-        self._news = False
-        self._answered: str | None = None
+    _changed: threading.Condition = attrs.field(init=False, factory=threading.Condition)
+    # Under _changed.
+    _news: bool = attrs.field(init=False, default=False)
+    _answered: str | None = attrs.field(init=False, default=None)
 
     def wait(self, timeout_s: float) -> str | None:
         """
@@ -50,15 +50,15 @@ class Waiter:
             self._changed.notify_all()
 
 
+@attrs.define(eq=False, repr=False)
 class Waiters:
     """
     Who waits for which job. Safe from any thread.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # Under _lock.
-        self._waiters: dict[str, list[Waiter]] = {}
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    # Under _lock.
+    _waiters: dict[str, list[Waiter]] = attrs.field(init=False, factory=dict)
 
     @contextlib.contextmanager
     def of(self, job_id: str) -> Iterator[Waiter]:

@@ -80,6 +80,7 @@ class WorkerInfo:
     created_at: dt.datetime
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Worker:
     """
     One handler of a node. Made by `Node.add_worker`.
@@ -87,23 +88,16 @@ class Worker:
     Its id changes when the node has lost its lease and comes back under another.
     """
 
-    def __init__(
-        self,
-        handler: Handler,
-        number: int,
-        created_at: dt.datetime,
-        jobs_of: Callable[[Worker], list[Job]],
-    ) -> None:
-        self.handler = handler
-        self.number = number
-        #: By the server's clock.
-        self.created_at = created_at
-        self._jobs_of = jobs_of
-        self._lock = threading.Lock()
-        # Under _lock.
-        self._id = ""
-        self._leaving = False
-        self._stopped = False
+    handler: Handler
+    number: int
+    #: By the server's clock.
+    created_at: dt.datetime
+    _jobs_of: Callable[[Worker], list[Job]]
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    # Under _lock.
+    _id: str = attrs.field(init=False, default="")
+    _leaving: bool = attrs.field(init=False, default=False)
+    _stopped: bool = attrs.field(init=False, default=False)
 
     @property
     def id(self) -> str:
@@ -162,20 +156,24 @@ class ActiveWorkers:
     workers: dict[str, Worker]
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Membership:
     """
     Who may claim for this node now. Safe from any thread.
     """
 
-    def __init__(self, store: PoolStore, view: PoolView, lease: Lease) -> None:
-        self._store = store
-        self._view = view
-        self._lease = lease
-        self._lock = threading.Lock()
-        # All under _lock.
-        self._workers: list[Worker] = []
-        self._numbers = 0
-        self._active = ActiveWorkers(0, lease.node, {})
+    _store: PoolStore
+    _view: PoolView
+    _lease: Lease
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    # All under _lock.
+    _workers: list[Worker] = attrs.field(init=False, factory=list)
+    _numbers: int = attrs.field(init=False, default=0)
+    _active: ActiveWorkers = attrs.field(init=False)
+
+    @_active.default
+    def _nobody(self) -> ActiveWorkers:
+        return ActiveWorkers(self._lease.life, self._lease.node, {})
 
     def active(self) -> ActiveWorkers:
         with self._lock:
@@ -208,7 +206,12 @@ class Membership:
         """
         with self._lock:
             self._numbers += 1
-            worker = Worker(handler, self._numbers, self._store.clock.now(), jobs_of)
+            worker = Worker(
+                handler=handler,
+                number=self._numbers,
+                created_at=self._store.clock.now(),
+                jobs_of=jobs_of,
+            )
         worker.rename(self._lease.node)
         with self._lock:
             self._workers.append(worker)
@@ -248,7 +251,7 @@ class Membership:
         The lease is lost: nobody claims until `come_back`.
         """
         with self._lock:
-            self._active = ActiveWorkers(self._lease.life, self._lease.node, {})
+            self._active = self._nobody()
 
     def come_back(self) -> None:
         """
