@@ -47,6 +47,7 @@ class ComponentHealth:
         self.failures_in_a_row = 0
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Service:
     """
     One named background thread: start once, stop once, never restart.
@@ -56,23 +57,31 @@ class Service:
     is a bug: it is logged with its traceback and the step is run again; five within
     a minute are reported to *on_crash* and end the thread.
 
-    Stopping before starting, or twice, is fine.
+    Stopping before starting, or twice, is fine. Subclasses give the first three fields a default.
     """
 
     #: Short enough that all parts work again within 10 s of a server's return.
     longest_pause_s: ClassVar[float] = 8.0
 
-    def __init__(self, component: str, thread_name: str, log: Log, on_crash: CrashHandler) -> None:
-        self.component = component
-        #: Whose thread this is: what follows the colon in the thread's name.
-        self.owner_id = thread_name.partition(":")[2]
-        self.health = ComponentHealth()
-        self._log = log
-        self._on_crash = on_crash
-        self._log_throttle = LogThrottle(30.0)
-        self._stop = threading.Event()
-        self._crashes: collections.deque[float] = collections.deque(maxlen=CRASH_COUNT)
-        self._thread = threading.Thread(target=self._main, name=thread_name, daemon=True)
+    #: In records, reports and health.
+    component: str
+    #: Begins the thread's name; a colon and the owner follow.
+    thread_prefix: str
+    log: Log
+    #: Whose thread this is.
+    owner_id: str
+    _on_crash: CrashHandler
+    health: ComponentHealth = attrs.field(init=False, factory=ComponentHealth)
+    _log_throttle: LogThrottle = attrs.field(init=False, factory=lambda: LogThrottle(30.0))
+    _stop: threading.Event = attrs.field(init=False, factory=threading.Event)
+    _crashes: collections.deque[float] = attrs.field(
+        init=False, factory=lambda: collections.deque(maxlen=CRASH_COUNT)
+    )
+    _thread: threading.Thread = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        name = f"{self.thread_prefix}:{self.owner_id}"
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -140,7 +149,7 @@ class Service:
     def _after_store_error(self, error: StoreError) -> None:
         self.health.note_error(error)
         if self._log_throttle.allows(type(error.__cause__)):
-            self._log.warning(
+            self.log.warning(
                 "the database is in trouble; will try again",
                 extra={
                     "event": "store_trouble",
@@ -163,7 +172,7 @@ class Service:
         now_s = time.monotonic()
         self.health.note_error(error)
         self._crashes.append(now_s)
-        self._log.error(
+        self.log.error(
             "a component failed with a programming error",
             exc_info=error,
             extra={

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
+import attrs
 from bson.raw_bson import RawBSONDocument
 
 from mscheduler_sync import model
@@ -29,25 +30,17 @@ _SWEEP_INTERVAL_S: Final = 60.0
 _UNDERIVED_PAGES: Final = 10
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Adoption:
     """
     Repairs documents and offers what is claimable. Used by the fetcher's thread alone.
     """
 
-    def __init__(
-        self,
-        store: TaskStore,
-        intake: Intake,
-        quarantine: Quarantine,
-        *,
-        is_stopping: Callable[[], bool],
-    ) -> None:
-        self._store = store
-        self._intake = intake
-        self._quarantine = quarantine
-        self._is_stopping = is_stopping
-        self._undecodable = LogThrottle(60.0)
-        self._next_sweep_s = float("-inf")
+    _store: TaskStore
+    _intake: Intake
+    _quarantine: Quarantine
+    _undecodable: LogThrottle = attrs.field(init=False, factory=LogThrottle)
+    _next_sweep_s: float = attrs.field(init=False, default=float("-inf"))
 
     def decode(self, documents: Iterable[RawBSONDocument]) -> Iterator[dict[str, Any]]:
         """
@@ -92,7 +85,7 @@ class Adoption:
         for fields in self.decode(self._store.find(statements.discovery.discovered_by_key([key]))):
             self._intake.offer_if_near(fields)
 
-    def sweep_now_and_then(self) -> None:
+    def sweep_now_and_then(self, *, is_stopping: Callable[[], bool]) -> None:
         """
         Page over the unfinished documents of a shared collection and repair stale ones.
         """
@@ -100,7 +93,7 @@ class Adoption:
             return
         self._next_sweep_s = time.monotonic() + _SWEEP_INTERVAL_S
         after = ""
-        while not self._is_stopping():
+        while not is_stopping():
             found = self._store.find(statements.discovery.unfinished(after_key=after, limit=_PAGE))
             stale = [str(fields["key"]) for fields in self.decode(found) if self._is_stale(fields)]
             for start in range(0, len(stale), _CHUNK):

@@ -14,6 +14,7 @@ from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._runtime.slots import Slots
+from mscheduler_sync._stages.adoption import Adoption
 from mscheduler_sync._stages.attempt import HeldAttempt, Interrupted, Outcome, Released
 from mscheduler_sync._stages.claimer import Claimer
 from mscheduler_sync._stages.contention import Contention
@@ -24,6 +25,8 @@ from mscheduler_sync._stages.heartbeat_scheduler import HeartbeatScheduler
 from mscheduler_sync._stages.horizon import Horizon
 from mscheduler_sync._stages.intake import Intake
 from mscheduler_sync._stages.outcome import OutcomeWriter
+from mscheduler_sync._stages.outcome_news import OutcomeNews
+from mscheduler_sync._stages.pass_schedule import PassSchedule
 from mscheduler_sync._stages.pending import Verdict
 from mscheduler_sync._stages.quarantine import Quarantine
 from mscheduler_sync._stages.routes import Routes
@@ -91,16 +94,16 @@ class Assembly:
         self.quarantine = quarantine = Quarantine(queue, hub)
         intake = Intake(routes, queue, store.clock, hub, contention, quarantine, horizon)
         self.writer = OutcomeWriter(
-            store,
-            worker_id,
-            hub,
+            owner_id=worker_id,
+            store=store,
+            news=OutcomeNews(worker_id, store.clock, hub),
             held_count=lambda: running.count,
             on_settled=self._settled,
             on_failure=intake.record_failure,
             on_crash=on_crash,
         )
         self._heartbeats = HeartbeatScheduler(
-            store, worker_id, on_stuck=running.give_up, on_crash=on_crash
+            owner_id=worker_id, store=store, on_stuck=running.give_up, on_crash=on_crash
         )
         self.executor = Executor(
             worker_id=worker_id,
@@ -111,27 +114,29 @@ class Assembly:
         )
         running.connect(self.executor, self._heartbeats, self.writer, on_free=intake.requeue)
         self.fetcher = Fetcher(
-            store,
-            routes,
-            queue,
-            intake,
-            quarantine,
-            horizon,
-            poll_interval_s=settings.poll_interval_s,
+            owner_id=worker_id,
+            store=store,
+            routes=routes,
+            queue=queue,
+            intake=intake,
+            horizon=horizon,
+            adoption=Adoption(store=store, intake=intake, quarantine=quarantine),
+            schedule=PassSchedule(settings.poll_interval_s),
             rust_interop=settings.rust_interop,
             on_changed=running.task_changed,
             on_crash=on_crash,
         )
         self.claimer = Claimer(
-            store,
-            routes,
-            queue,
-            slots,
-            intake,
-            quarantine,
-            hub,
-            self.writer,
-            contention,
+            owner_id=worker_id,
+            store=store,
+            routes=routes,
+            queue=queue,
+            slots=slots,
+            intake=intake,
+            quarantine=quarantine,
+            hub=hub,
+            writer=self.writer,
+            contention=contention,
             margin_s=settings.lease_margin_s,
             value_limit_bytes=settings.max_result_bytes,
             start=running.start,
@@ -145,7 +150,15 @@ class Assembly:
         #: In the order of their starting: whoever hands on comes after the one that receives.
         self.services: list[Service] = [self.writer, self._heartbeats, self.claimer, self.fetcher]
         if settings.watch:
-            self.watcher = Watcher(store, routes, intake, horizon, self.fetcher, on_crash)
+            self.watcher = Watcher(
+                owner_id=worker_id,
+                store=store,
+                routes=routes,
+                intake=intake,
+                horizon=horizon,
+                fetcher=self.fetcher,
+                on_crash=on_crash,
+            )
             self.services.append(self.watcher)
 
     def _settled(self, attempt: HeldAttempt, outcome: Outcome, verdict: Verdict) -> None:

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
+import attrs
+
 from mscheduler_sync._runtime.crash_points import reach
 from mscheduler_sync._runtime.delay_queue import DelayQueue, Entry
-from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._runtime.log import Log, logger
+from mscheduler_sync._runtime.service import Service
 from mscheduler_sync._runtime.slots import Slots
 from mscheduler_sync._stages.attempt import HeldAttempt, Released
 from mscheduler_sync._stages.claims import ClaimBatch, Won, hint_of
@@ -46,51 +48,33 @@ _IDLE_WAIT_S: Final = 60.0
 _CANNOT_START_PAUSE_S: Final = 1.0
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Claimer(Service):
     """
     The claimer's thread; see the module.
     """
 
-    def __init__(
-        self,
-        store: TaskStore,
-        routes: Routes,
-        queue: DelayQueue,
-        slots: Slots,
-        intake: Intake,
-        quarantine: Quarantine,
-        hub: EventHub,
-        writer: OutcomeWriter,
-        contention: Contention,
-        *,
-        margin_s: float | None,
-        value_limit_bytes: int,
-        start: Callable[[HeldAttempt], bool],
-        holds: Callable[[str], bool],
-        on_low: Callable[[], None],
-        on_gap: Callable[[], None],
-        on_put_down: Callable[[], None],
-        on_crash: CrashHandler,
-    ) -> None:
-        super().__init__("claim", f"ms-claim:{routes.worker_id}", _log, on_crash)
-        self._store = store
-        self._routes = routes
-        self._queue = queue
-        self._slots = slots
-        self._intake = intake
-        self._quarantine = quarantine
-        self._hub = hub
-        self._writer = writer
-        self._margin_s = margin_s
-        self._value_limit_bytes = value_limit_bytes
-        self._start = start
-        self._holds = holds
-        self._on_low = on_low
-        self._on_gap = on_gap
-        self._on_put_down = on_put_down
-        # Of this thread alone.
-        self._contention = contention
-        self._cannot_start = False
+    component: str = "claim"
+    thread_prefix: str = "ms-claim"
+    log: Log = _log
+    _store: TaskStore
+    _routes: Routes
+    _queue: DelayQueue
+    _slots: Slots
+    _intake: Intake
+    _quarantine: Quarantine
+    _hub: EventHub
+    _writer: OutcomeWriter
+    _margin_s: float | None
+    _value_limit_bytes: int
+    _start: Callable[[HeldAttempt], bool]
+    _holds: Callable[[str], bool]
+    _on_low: Callable[[], None]
+    _on_gap: Callable[[], None]
+    _on_put_down: Callable[[], None]
+    # Of this thread alone.
+    _contention: Contention
+    _cannot_start: bool = attrs.field(init=False, default=False)
 
     # -- the thread --------------------------------------------------------------------------
 
@@ -180,7 +164,7 @@ class Claimer(Service):
         claims = ClaimBatch(
             self._store,
             {entry.key: entry.hint for entry in entries},
-            self._routes.worker_id,
+            self.owner_id,
             self._routes.names,
         )
         unused = len(entries)
@@ -226,7 +210,7 @@ class Claimer(Service):
         """
         Start the attempt if it is open; return whether a slot went with it.
         """
-        if any(attempt.worker_id != self._routes.worker_id for attempt in won.attempts):
+        if any(attempt.worker_id != self.owner_id for attempt in won.attempts):
             self._intake.record_other_worker()
         if not any(a.running_id == won.running_id and a.is_open for a in won.attempts):
             return False
@@ -254,7 +238,7 @@ class Claimer(Service):
             key=won.key,
             name=name if isinstance(name, str) else None,
             running_id=won.running_id,
-            worker_id=self._routes.worker_id,
+            worker_id=self.owner_id,
             number=1 + sum(1 for attempt in won.attempts if attempt.failed_at is not None),
             hint=won.hint,
             options=won.options,
@@ -280,7 +264,7 @@ class Claimer(Service):
                 "a late claim could not be given back; its lease has to end first",
                 extra={
                     "event": "claim_left",
-                    "worker_id": self._routes.worker_id,
+                    "worker_id": self.owner_id,
                     "task_key": key,
                     "running_id": running_id,
                     "error": str(error),
@@ -301,7 +285,7 @@ class Claimer(Service):
             "claims were lost",
             extra={
                 "event": "claims_lost",
-                "worker_id": self._routes.worker_id,
+                "worker_id": self.owner_id,
                 "count": len(claims.lost),
             },
         )

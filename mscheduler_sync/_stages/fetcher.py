@@ -15,14 +15,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
+import attrs
+
 from mscheduler_sync._runtime.delay_queue import DelayQueue
-from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._runtime.log import Log, logger
+from mscheduler_sync._runtime.service import Service
 from mscheduler_sync._stages.adoption import Adoption
 from mscheduler_sync._stages.horizon import Horizon
 from mscheduler_sync._stages.intake import Intake
 from mscheduler_sync._stages.pass_schedule import PassSchedule, Round
-from mscheduler_sync._stages.quarantine import Quarantine
 from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import expressions as x
 from mscheduler_sync._storage import statements
@@ -36,37 +37,26 @@ PAGE, CHUNK, MOST_PER_ROUTE = 1000, 100, 20_000
 _LOW_MARK: Final = 100
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Fetcher(Service):
     """
     The fetcher's thread; see the module.
     """
 
-    def __init__(
-        self,
-        store: TaskStore,
-        routes: Routes,
-        queue: DelayQueue,
-        intake: Intake,
-        quarantine: Quarantine,
-        horizon: Horizon,
-        *,
-        poll_interval_s: float,
-        rust_interop: bool,
-        on_changed: Callable[[str], None],
-        on_crash: CrashHandler,
-    ) -> None:
-        super().__init__("fetch", f"ms-fetch:{routes.worker_id}", _log, on_crash)
-        self._store = store
-        self._routes = routes
-        self._queue = queue
-        self._intake = intake
-        self._horizon = horizon
-        self._rust_interop = rust_interop
-        self._on_changed = on_changed
-        self._adoption = Adoption(store, intake, quarantine, is_stopping=lambda: self.stopping)
-        self._changed = threading.Condition()
-        # Under _changed.
-        self._schedule = PassSchedule(poll_interval_s)
+    component: str = "fetch"
+    thread_prefix: str = "ms-fetch"
+    log: Log = _log
+    _store: TaskStore
+    _routes: Routes
+    _queue: DelayQueue
+    _intake: Intake
+    _horizon: Horizon
+    _adoption: Adoption
+    _rust_interop: bool
+    _on_changed: Callable[[str], None]
+    _changed: threading.Condition = attrs.field(init=False, factory=threading.Condition)
+    # Under _changed.
+    _schedule: PassSchedule
 
     # -- called by others --------------------------------------------------------------------
 
@@ -203,7 +193,7 @@ class Fetcher(Service):
         self._store.ensure_indexes()
         self._queue.forget_dropped()
         if self._rust_interop:
-            self._adoption.sweep_now_and_then()
+            self._adoption.sweep_now_and_then(is_stopping=self._stop.is_set)
         self._adoption.adopt_underived()
         until = self._horizon.end(self._store.clock)
         left_from_s = float("inf")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
+
+import attrs
 
 from mscheduler_sync._runtime.log import LogThrottle, logger
 from mscheduler_sync._runtime.service import ComponentHealth
@@ -23,26 +25,19 @@ from mscheduler_sync.model import decode_fields, read_options
 _log = logger("heartbeat")
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Heartbeat:
     """
     The exchange with the server about one attempt. Of one thread at a time.
     """
 
-    def __init__(
-        self,
-        store: TaskStore,
-        attempt: HeldAttempt,
-        health: ComponentHealth,
-        throttle: LogThrottle,
-        on_new_timeout: Callable[[HeldAttempt], None],
-    ) -> None:
-        self._store = store
-        self._health = health
-        self._log_throttle = throttle
-        self._on_new_timeout = on_new_timeout
-        self.attempt: Final = attempt
-        #: The last one did not get through.
-        self.is_failing = False
+    attempt: HeldAttempt
+    _store: TaskStore
+    _health: ComponentHealth
+    _log_throttle: LogThrottle
+    _on_new_timeout: Callable[[HeldAttempt], None]
+    #: The last one did not get through.
+    is_failing: bool = attrs.field(init=False, default=False)
 
     def send(self) -> bool:
         """

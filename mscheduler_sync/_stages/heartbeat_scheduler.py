@@ -14,11 +14,13 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import CrashHandler, Service
+import attrs
+
+from mscheduler_sync._runtime.log import Log, logger
+from mscheduler_sync._runtime.service import Service
 from mscheduler_sync._stages.attempt import HeldAttempt
 from mscheduler_sync._stages.heartbeat import Heartbeat
 from mscheduler_sync._storage.store import TaskStore
@@ -33,7 +35,10 @@ _IDLE_S: Final = 10.0
 #: quarter of its lease, before it is given up.
 STUCK_GRACE_S: Final = 10.0
 
+_Entry = tuple[float, int, HeldAttempt, Callable[[HeldAttempt], None]]
 
+
+@attrs.define(eq=False, repr=False, kw_only=True)
 class HeartbeatScheduler(Service):
     """
     The scheduler's thread, and those that send; see the module.
@@ -41,30 +46,23 @@ class HeartbeatScheduler(Service):
     *on_stuck* is called (once) for a function that does not end after its ``timeout=``.
     """
 
-    def __init__(
-        self,
-        store: TaskStore,
-        worker_id: str,
-        *,
-        on_stuck: Callable[[HeldAttempt], None],
-        on_crash: CrashHandler,
-    ) -> None:
-        super().__init__("heartbeat", f"ms-heartbeat:{worker_id}", _log, on_crash)
-        self._store = store
-        self._worker_id = worker_id
-        self._on_stuck = on_stuck
-        self._changed = threading.Condition()
-        # All under _changed.
-        self._agenda: list[tuple[float, int, HeldAttempt, Callable[[HeldAttempt], None]]] = []
-        self._sequence = itertools.count()
-        self._prune_at = _PRUNE_FROM
-        self._waiting: list[HeldAttempt] = []
-        self._sending: weakref.WeakSet[HeldAttempt] = weakref.WeakSet()
-        self._failing: set[HeldAttempt] = set()
-        self._senders: set[threading.Thread] = set()
-        self._idle_senders = 0
-        self._numbers = itertools.count(1)
-        self._closing = False
+    component: str = "heartbeat"
+    thread_prefix: str = "ms-heartbeat"
+    log: Log = _log
+    _store: TaskStore
+    _on_stuck: Callable[[HeldAttempt], None]
+    _changed: threading.Condition = attrs.field(init=False, factory=threading.Condition)
+    # All under _changed.
+    _agenda: list[_Entry] = attrs.field(init=False, factory=list)
+    _sequence: Iterator[int] = attrs.field(init=False, factory=itertools.count)
+    _prune_at: int = attrs.field(init=False, default=_PRUNE_FROM)
+    _waiting: list[HeldAttempt] = attrs.field(init=False, factory=list)
+    _sending: weakref.WeakSet[HeldAttempt] = attrs.field(init=False, factory=weakref.WeakSet)
+    _failing: set[HeldAttempt] = attrs.field(init=False, factory=set)
+    _senders: set[threading.Thread] = attrs.field(init=False, factory=set)
+    _idle_senders: int = attrs.field(init=False, default=0)
+    _numbers: Iterator[int] = attrs.field(init=False, factory=lambda: itertools.count(1))
+    _closing: bool = attrs.field(init=False, default=False)
 
     def add(self, attempt: HeldAttempt) -> None:
         """
@@ -185,7 +183,7 @@ class HeartbeatScheduler(Service):
                 return
             thread = threading.Thread(
                 target=self._send_for_attempts,
-                name=f"ms-heartbeat:{self._worker_id}_{next(self._numbers)}",
+                name=f"{self.thread_name}_{next(self._numbers)}",
                 daemon=True,
             )
             self._senders.add(thread)
@@ -204,7 +202,13 @@ class HeartbeatScheduler(Service):
         def check_timeout(attempt: HeldAttempt) -> None:
             self._schedule(time.monotonic(), attempt, self._check_timeout)
 
-        return Heartbeat(self._store, attempt, self.health, self._log_throttle, check_timeout)
+        return Heartbeat(
+            store=self._store,
+            attempt=attempt,
+            health=self.health,
+            log_throttle=self._log_throttle,
+            on_new_timeout=check_timeout,
+        )
 
     # -- a sending thread --------------------------------------------------------------------
 

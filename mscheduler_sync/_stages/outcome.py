@@ -13,8 +13,8 @@ import attrs
 
 from mscheduler_sync._runtime import failure
 from mscheduler_sync._runtime.crash_points import reach
-from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._runtime.log import Log, logger
+from mscheduler_sync._runtime.service import Service
 from mscheduler_sync._stages.attempt import (
     Failed,
     HeldAttempt,
@@ -35,7 +35,6 @@ from mscheduler_sync._stages.pending import (
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.errors import InvalidTask, StoreRejected, StoreUnavailable
-from mscheduler_sync.events import EventHub
 from mscheduler_sync.model import Attempt, decode_fields, ended_by, read_attempts
 
 _log = logger("outcome")
@@ -45,6 +44,7 @@ GATHER_S: Final = 0.005
 _MAX_BATCH: Final = 100
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class OutcomeWriter(Service):
     """
     The outcome writer's thread; see the module.
@@ -53,32 +53,22 @@ class OutcomeWriter(Service):
     attempt; *on_failure* after a failure was stored, with the monotonic time of the retry.
     """
 
-    def __init__(
-        self,
-        store: TaskStore,
-        worker_id: str,
-        hub: EventHub,
-        *,
-        held_count: Callable[[], int],
-        on_settled: Callable[[HeldAttempt, Outcome, Verdict], None],
-        on_failure: Callable[[str, float], None],
-        on_crash: CrashHandler,
-    ) -> None:
-        super().__init__("outcome", f"ms-outcome:{worker_id}", _log, on_crash)
-        self._store = store
-        self._worker_id = worker_id
-        self._news = OutcomeNews(worker_id, store.clock, hub)
-        self._held_count = held_count
-        self._on_settled = on_settled
-        self._on_failure = on_failure
-        self._changed = threading.Condition()
-        #: Keys of claims that a stop gave back before they became attempts; this thread adds.
-        self.claims_given_back: list[str] = []
-        # Both under _changed.
-        self._pending: list[Pending] = []
-        self._writing: list[Pending] = []
-        self._enough = 1
-        self._closing = False
+    component: str = "outcome"
+    thread_prefix: str = "ms-outcome"
+    log: Log = _log
+    _store: TaskStore
+    _news: OutcomeNews
+    _held_count: Callable[[], int]
+    _on_settled: Callable[[HeldAttempt, Outcome, Verdict], None]
+    _on_failure: Callable[[str, float], None]
+    #: Keys of claims that a stop gave back before they became attempts; this thread adds.
+    claims_given_back: list[str] = attrs.field(init=False, factory=list)
+    _changed: threading.Condition = attrs.field(init=False, factory=threading.Condition)
+    # All under _changed.
+    _pending: list[Pending] = attrs.field(init=False, factory=list)
+    _writing: list[Pending] = attrs.field(init=False, factory=list)
+    _enough: int = attrs.field(init=False, default=1)
+    _closing: bool = attrs.field(init=False, default=False)
 
     # -- called by others --------------------------------------------------------------------
 
@@ -261,7 +251,7 @@ class OutcomeWriter(Service):
                 "the progress that came with an outcome was refused by the server",
                 extra={
                     "event": "progress_refused",
-                    "worker_id": self._worker_id,
+                    "worker_id": self.owner_id,
                     "task_key": pending.key,
                     "running_id": pending.running_id,
                     "error": problem,
@@ -274,7 +264,7 @@ class OutcomeWriter(Service):
             "an outcome was refused by the server",
             extra={
                 "event": "outcome_refused",
-                "worker_id": self._worker_id,
+                "worker_id": self.owner_id,
                 "task_key": pending.key,
                 "running_id": pending.running_id,
                 "error": problem,

@@ -11,46 +11,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import CrashHandler
+import attrs
+
+from mscheduler_sync._runtime.log import Log, logger
 from mscheduler_sync._stages.fetcher import Fetcher
 from mscheduler_sync._stages.horizon import Horizon
 from mscheduler_sync._stages.intake import Intake
 from mscheduler_sync._stages.routes import Routes
 from mscheduler_sync._storage import statements
 from mscheduler_sync._storage.store import TaskStore
-from mscheduler_sync._storage.stream import StreamReader
+from mscheduler_sync._storage.stream import StreamReader, Watched
 from mscheduler_sync.errors import StoreError, StoreUnavailable
 
 _log = logger("watch")
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Watcher(StreamReader):
     """
     The change stream's thread; see the module.
     """
 
-    def __init__(
-        self,
-        store: TaskStore,
-        routes: Routes,
-        intake: Intake,
-        horizon: Horizon,
-        fetcher: Fetcher,
-        on_crash: CrashHandler,
-    ) -> None:
-        super().__init__(
-            store.collection,
-            statements.discovery.watch_pipeline(),
-            owner_id=routes.worker_id,
-            log=_log,
-            on_crash=on_crash,
-        )
-        self._store = store
-        self._routes = routes
-        self._intake = intake
-        self._horizon = horizon
-        self._fetcher = fetcher
+    log: Log = _log
+    _store: TaskStore
+    _routes: Routes
+    _intake: Intake
+    _horizon: Horizon
+    _fetcher: Fetcher
+
+    def watched(self) -> Watched:
+        return Watched(self._store.collection, statements.discovery.watch_pipeline())
 
     def on_open(self) -> None:
         self._fetcher.set_polling(polling=False)

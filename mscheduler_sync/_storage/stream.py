@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+import attrs
 import pymongo
 from bson.raw_bson import RawBSONDocument
 from pymongo.change_stream import ChangeStream
@@ -20,8 +21,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mscheduler_sync._runtime import backoff
-from mscheduler_sync._runtime.log import Log
-from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._runtime.service import Service
 from mscheduler_sync._storage.calls import translated
 from mscheduler_sync._storage.codec import ENVELOPE
 from mscheduler_sync._storage.server_codes import NO_STREAMS_CODES
@@ -36,33 +36,37 @@ _CUT_SHORT_S: Final = 0.5
 REPROBE_S: Final = 300.0
 
 
+@attrs.frozen
+class Watched:
+    """
+    What a stream tells of: changes of one collection, as *pipeline* shows them.
+    """
+
+    collection: Collection[RawBSONDocument]
+    pipeline: list[dict[str, Any]]
+
+
+@attrs.define(eq=False, repr=False, kw_only=True)
 class StreamReader(Service):
     """
-    Reads the change stream of one collection through *pipeline*; see the module.
+    Reads the change stream of one collection; see the module.
 
-    Subclasses say what to do with an event, and at an opening, a close and an end.
+    Subclasses say what is watched, and what to do with an event, and at an opening, a close
+    and an end.
     """
 
-    def __init__(
-        self,
-        collection: Collection[RawBSONDocument],
-        pipeline: list[dict[str, Any]],
-        *,
-        owner_id: str,
-        log: Log,
-        on_crash: CrashHandler,
-    ) -> None:
-        super().__init__("watch", f"ms-watch:{owner_id}", log, on_crash)
-        self._collection = collection
-        self._pipeline = pipeline
-        self._owner_id = owner_id
-        self._told_about_polling = False
-        #: Set by the thread; `join` closes it.
-        self._stream: ChangeStream[Any] | None = None
-        #: Read by `health`.
-        self.is_open = False
-        self.last_event_at_s: float | None = None
-        self.last_opened_at_s: float | None = None
+    component: str = "watch"
+    thread_prefix: str = "ms-watch"
+    _told_about_polling: bool = attrs.field(init=False, default=False)
+    #: Set by the thread; `join` closes it.
+    _stream: ChangeStream[Any] | None = attrs.field(init=False, default=None)
+    #: Read by `health`.
+    is_open: bool = attrs.field(init=False, default=False)
+    last_event_at_s: float | None = attrs.field(init=False, default=None)
+    last_opened_at_s: float | None = attrs.field(init=False, default=None)
+
+    def watched(self) -> Watched:
+        raise NotImplementedError
 
     def take(self, event: Mapping[str, Any]) -> None:
         raise NotImplementedError
@@ -124,12 +128,13 @@ class StreamReader(Service):
             self._close()
 
     def _open(self) -> ChangeStream[Any]:
+        watched = self.watched()
         # A stream takes no other read concern than majority.
-        collection = self._collection.with_options(
+        collection = watched.collection.with_options(
             codec_options=ENVELOPE, read_concern=ReadConcern("majority")
         )
         with pymongo.timeout(_SILENCE_S):
-            return collection.watch(self._pipeline, max_await_time_ms=AWAIT_MS)
+            return collection.watch(watched.pipeline, max_await_time_ms=AWAIT_MS)
 
     def _close(self) -> None:
         if self.is_open:
@@ -146,9 +151,9 @@ class StreamReader(Service):
                 self.take(event)
         if not self.stopping:
             # Dropped or renamed: it may be there again, without its indexes.
-            self._log.warning(
+            self.log.warning(
                 "the change stream has ended; opening it again",
-                extra={"event": "stream_ended", "worker_id": self._owner_id},
+                extra={"event": "stream_ended", "worker_id": self.owner_id},
             )
             self.on_end()
             self.pause(backoff.jittered(1.0))
@@ -159,11 +164,11 @@ class StreamReader(Service):
         self.health.note_success()
         if not self._told_about_polling:
             self._told_about_polling = True
-            self._log.warning(
+            self.log.warning(
                 "change streams are not to be had here; polling instead",
                 extra={
                     "event": "polling",
-                    "worker_id": self._owner_id,
+                    "worker_id": self.owner_id,
                     "code": error.code,
                     "error": str(translated(error)),
                 },

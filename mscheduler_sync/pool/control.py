@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import CrashHandler, Service
+import attrs
+
+from mscheduler_sync._runtime.log import Log, logger
+from mscheduler_sync._runtime.service import Service
 from mscheduler_sync.errors import PoolClosed, StoreError
 from mscheduler_sync.pool import statements
-from mscheduler_sync.pool.claims import Claims
+from mscheduler_sync.pool.claims import ClaimQueue, Claims
 from mscheduler_sync.pool.held import HeldJobs
 from mscheduler_sync.pool.reaper import Reaper
 from mscheduler_sync.pool.ring import PoolView
 from mscheduler_sync.pool.runner import JobRunner
-from mscheduler_sync.pool.settings import NodeOptions
 from mscheduler_sync.pool.store import PoolStore
 from mscheduler_sync.pool.watcher import Step
 from mscheduler_sync.pool.workers import Membership
@@ -33,6 +34,7 @@ _SCAN_S: Final = 5.0
 _PAGE: Final = 1000
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Control(Service):
     """
     The control thread; see the module. *on_closed* is told that the pool is being shut down.
@@ -40,41 +42,27 @@ class Control(Service):
 
     longest_pause_s = 2.0
 
-    def __init__(
-        self,
-        store: PoolStore,
-        settings: NodeOptions,
-        name: str,
-        *,
-        view: PoolView,
-        held: HeldJobs,
-        membership: Membership,
-        runner: JobRunner,
-        claims: Claims,
-        reaper: Reaper,
-        is_streaming: Callable[[], bool],
-        on_closed: Callable[[], None],
-        on_crash: CrashHandler,
-    ) -> None:
-        super().__init__("control", f"ms-pool:{name}", _log, on_crash)
-        self._store = store
-        self._poll_interval_s = settings.poll_interval_s
-        self._view = view
-        self._held = held
-        self._membership = membership
-        self._runner = runner
-        self._claims = claims
-        self._queue = claims.queue
-        self._reaper = reaper
-        self._is_streaming = is_streaming
-        self._on_closed = on_closed
-        self._next_poll_s = 0.0
-        self._next_scan_s = 0.0
-        self._next_reap_s = 0.0
-        self._is_told_closed = False
-        self._refresh_wanted = False
-        self._scan_wanted = True
-        self._retiring: list[str] = []
+    component: str = "control"
+    thread_prefix: str = "ms-pool"
+    log: Log = _log
+    _store: PoolStore
+    _poll_interval_s: float
+    _view: PoolView
+    _held: HeldJobs
+    _membership: Membership
+    _runner: JobRunner
+    _claims: Claims
+    _queue: ClaimQueue
+    _reaper: Reaper
+    _is_streaming: Callable[[], bool]
+    _on_closed: Callable[[], None]
+    _next_poll_s: float = attrs.field(init=False, default=0.0)
+    _next_scan_s: float = attrs.field(init=False, default=0.0)
+    _next_reap_s: float = attrs.field(init=False, default=0.0)
+    _is_told_closed: bool = attrs.field(init=False, default=False)
+    _refresh_wanted: bool = attrs.field(init=False, default=False)
+    _scan_wanted: bool = attrs.field(init=False, default=True)
+    _retiring: list[str] = attrs.field(init=False, factory=list)
 
     # -- hints; from any thread --------------------------------------------------------------
 

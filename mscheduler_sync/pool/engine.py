@@ -65,8 +65,8 @@ class Engine:
         #: Set at the end of a close, when the jobs are given up: nobody waits or tries again.
         self._closed = threading.Event()
         self.lease = Lease(
-            self.store,
-            settings,
+            store=self.store,
+            settings=settings,
             on_lost=self._on_lost,
             on_return=self._on_return,
             on_crash=on_crash,
@@ -100,14 +100,15 @@ class Engine:
             hub=hub,
         )
         self.control = Control(
-            self.store,
-            settings,
-            name,
+            owner_id=name,
+            store=self.store,
+            poll_interval_s=settings.poll_interval_s,
             view=self.view,
             held=self.held,
             membership=self.membership,
             runner=self.runner,
             claims=self.claims,
+            queue=self.claims.queue,
             reaper=reaper,
             is_streaming=self.is_streaming,
             on_closed=self._on_pool_closed,
@@ -116,8 +117,8 @@ class Engine:
         self._watcher: PoolWatcher | None = None
         if settings.watch:
             self._watcher = PoolWatcher(
-                self.store,
-                name,
+                owner_id=name,
+                store=self.store,
                 waiters=self._waiters,
                 listener=None if settings.client_only else self.control,
                 on_crash=on_crash,

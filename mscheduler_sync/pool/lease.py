@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 
+import attrs
+
 from mscheduler_sync._runtime import backoff
-from mscheduler_sync._runtime.log import LogThrottle, logger
-from mscheduler_sync._runtime.service import CrashHandler, Service
+from mscheduler_sync._runtime.log import Log, logger
+from mscheduler_sync._runtime.service import Service
 from mscheduler_sync._storage.calls import CALL_TIMEOUT_S
 from mscheduler_sync.errors import StoreError
 from mscheduler_sync.pool import statements
@@ -27,6 +29,7 @@ from mscheduler_sync.settings import new_worker_id
 _log = logger("heartbeat")
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Lease(Service):
     """
     The thread that renews the lease.
@@ -35,28 +38,25 @@ class Lease(Service):
     nothing until it returns without a store error.
     """
 
-    def __init__(
-        self,
-        store: PoolStore,
-        settings: NodeOptions,
-        *,
-        on_lost: Callable[[str, str], None],
-        on_return: Callable[[], None],
-        on_crash: CrashHandler,
-    ) -> None:
-        self._lock = threading.Lock()
-        # All under _lock.
-        self._node = new_worker_id()
-        self._life = 0
-        self._until_s = float("-inf")
-        super().__init__("lease", f"ms-lease:{self._node}", _log, on_crash)
-        self._store = store
-        self._ttl_s = settings.worker_ttl_s
-        self._margin_s = settings.margin_s
-        self._on_lost = on_lost
-        self._on_return = on_return
-        self._next_renewal_s = 0.0
-        self._log_throttle = LogThrottle(30.0)
+    component: str = "lease"
+    thread_prefix: str = "ms-lease"
+    log: Log = _log
+    #: The first id of the node.
+    owner_id: str = attrs.field(init=False, factory=new_worker_id)
+    _store: PoolStore
+    _settings: NodeOptions
+    _on_lost: Callable[[str, str], None]
+    _on_return: Callable[[], None]
+    _next_renewal_s: float = attrs.field(init=False, default=0.0)
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    # All under _lock.
+    _node: str = attrs.field(init=False)
+    _life: int = attrs.field(init=False, default=0)
+    _until_s: float = attrs.field(init=False, default=float("-inf"))
+
+    @_node.default
+    def _first_node(self) -> str:
+        return self.owner_id
 
     @property
     def node(self) -> str:
@@ -103,12 +103,12 @@ class Lease(Service):
 
     @property
     def _ttl_ms(self) -> int:
-        return round(self._ttl_s * 1000)
+        return round(self._settings.worker_ttl_s * 1000)
 
     def _extend(self, sent_s: float) -> None:
         with self._lock:
-            self._until_s = sent_s + self._ttl_s - self._margin_s
-        self._next_renewal_s = sent_s + self._ttl_s / 3
+            self._until_s = sent_s + self._settings.worker_ttl_s - self._settings.margin_s
+        self._next_renewal_s = sent_s + self._settings.worker_ttl_s / 3
 
     def step(self) -> None:
         until_s = self.until_s
@@ -122,7 +122,7 @@ class Lease(Service):
             if time.monotonic() >= until_s:
                 self._lose("the lease was not renewed in time")
                 return
-            if self.pause(min(1.0, self._ttl_s / 10, until_s - time.monotonic())):
+            if self.pause(min(1.0, self._settings.worker_ttl_s / 10, until_s - time.monotonic())):
                 return
 
     def _renew(self, until_s: float) -> bool:
@@ -132,7 +132,7 @@ class Lease(Service):
         sent_s = time.monotonic()
         if sent_s >= until_s:
             return False
-        timeout_s = min(self._ttl_s / 3, until_s - sent_s, CALL_TIMEOUT_S)
+        timeout_s = min(self._settings.worker_ttl_s / 3, until_s - sent_s, CALL_TIMEOUT_S)
         try:
             matched, _ = self._store.update(
                 statements.members.renew_lease(self.node, self._ttl_ms), timeout_s=timeout_s

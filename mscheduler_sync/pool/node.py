@@ -347,9 +347,9 @@ class Node:
             raise TypeError(msg)
         engine = self._full("a ticker")
         ticker = Ticker(
-            engine.store,
-            name,
-            interval_s,
+            store=engine.store,
+            name=name,
+            interval_s=interval_s,
             callback=callback,
             on_crash=self._life.on_crash,
         )
@@ -378,11 +378,11 @@ class Node:
         interval_s = seconds(interval, "interval", at_least=0.01)
         engine = self._full("a schedule")
         schedule = Schedule(
-            engine.store,
-            checked,
-            planner,
-            interval_s,
-            engine.requests,
+            store=engine.store,
+            name=checked,
+            planner=planner,
+            interval_s=interval_s,
+            requests=engine.requests,
             dispatch_timeout_s=self._settings.dispatch_timeout_s,
             node=lambda: engine.node,
             on_crash=self._life.on_crash,

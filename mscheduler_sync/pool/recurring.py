@@ -9,11 +9,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 
-from mscheduler_sync._runtime.log import logger
+from mscheduler_sync._runtime.log import Log, logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._storage.statement import Document
 from mscheduler_sync.events import deadline_after
@@ -28,28 +28,36 @@ _REREAD_S: Final = 1.0
 BEATEN_S: Final = 0.002
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Recurring:
     """
     One thing that recurs, as this node takes part in it; the base of tickers and schedules.
     """
 
-    def __init__(
-        self,
-        store: PoolStore,
-        where: statements.recurring.Recurrent,
-        name: str,
-        interval_s: float,
-        on_crash: CrashHandler,
-    ) -> None:
-        self.name = name
-        self._store = store
-        self._where: Final = where
-        self._id = statements.full_id(store.pool, name)
-        self._interval_ms = max(1, round(interval_s * 1000))
-        self._changed = threading.Condition()
-        # Under _changed.
-        self._ended = False
-        self.thread = _Thread(self, f"{where.removesuffix('s')}:{name}", on_crash)
+    _where: ClassVar[statements.recurring.Recurrent]
+    _thread_prefix: ClassVar[str]
+
+    name: str
+    _store: PoolStore
+    _interval_s: float
+    _on_crash: CrashHandler
+    thread: Service = attrs.field(init=False)
+    _changed: threading.Condition = attrs.field(init=False, factory=threading.Condition)
+    # Under _changed.
+    _ended: bool = attrs.field(init=False, default=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.thread = _Thread(
+            component=f"{self._where.removesuffix('s')}:{self.name}",
+            thread_prefix=self._thread_prefix,
+            owner_id=self.name,
+            recurring=self,
+            on_crash=self._on_crash,
+        )
+
+    @property
+    def _id(self) -> str:
+        return statements.full_id(self._store.pool, self.name)
 
     @property
     def is_ended(self) -> bool:
@@ -63,9 +71,9 @@ class Recurring:
         """
         Make the shared document, or change its interval, and compete from now on.
         """
-        document_id, pool, name = self._id, self._store.pool, self.name
+        pool, interval_ms = self._store.pool, max(1, round(self._interval_s * 1000))
         self._store.update(
-            statements.recurring.make(self._where, document_id, pool, name, self._interval_ms)
+            statements.recurring.make(self._where, self._id, pool, self.name, interval_ms)
         )
         self.thread.start()
 
@@ -125,6 +133,7 @@ class Recurring:
         return self._store.read_one(statements.recurring.read(self._where, self._id))
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class _Thread(Service):
     """
     The thread of one thing that recurs.
@@ -132,10 +141,8 @@ class _Thread(Service):
 
     longest_pause_s = 1.0
 
-    def __init__(self, recurring: Recurring, component: str, on_crash: CrashHandler) -> None:
-        short = "ms-tick" if component.startswith("ticker") else "ms-plan"
-        super().__init__(component, f"{short}:{recurring.name}", _log, on_crash)
-        self._recurring = recurring
+    log: Log = _log
+    _recurring: Recurring
 
     def step(self) -> None:
         self._recurring._step()
@@ -157,6 +164,7 @@ class Tick:
     at: dt.datetime
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Ticker(Recurring):
     """
     Ticks that this node has won: iterate, or `get` one by one. Made by `Node.ticker`.
@@ -165,21 +173,14 @@ class Ticker(Recurring):
     ticker's own thread; while it works, other nodes win.
     """
 
-    def __init__(
-        self,
-        store: PoolStore,
-        name: str,
-        interval_s: float,
-        *,
-        callback: Callable[[Tick], Any] | None,
-        on_crash: CrashHandler,
-    ) -> None:
-        super().__init__(store, "tickers", name, interval_s, on_crash)
-        self._callback = callback
-        # Under _changed.
-        self._tick: Tick | None = None
-        #: A try whose answer was lost.
-        self._token: str | None = None
+    _where = "tickers"
+    _thread_prefix = "ms-tick"
+
+    _callback: Callable[[Tick], Any] | None
+    # Under _changed.
+    _tick: Tick | None = attrs.field(init=False, default=None)
+    #: A try whose answer was lost.
+    _token: str | None = attrs.field(init=False, default=None)
 
     def get(self, timeout: float | None = None) -> Tick | None:
         """

@@ -11,13 +11,11 @@ from typing import Any, Protocol
 import attrs
 
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import CrashHandler
 from mscheduler_sync._storage.statement import Document
 from mscheduler_sync.errors import JobExists, JobNotFound, MSchedulerError, StoreError
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.recurring import BEATEN_S, Recurring
 from mscheduler_sync.pool.requests import Requests
-from mscheduler_sync.pool.store import PoolStore
 
 _log = logger("pool")
 
@@ -64,28 +62,19 @@ class Planner(Protocol):
         """
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Schedule(Recurring):
     """
     A schedule in which this node takes part. Made by `Node.schedule`.
     """
 
-    def __init__(
-        self,
-        store: PoolStore,
-        name: str,
-        planner: Planner,
-        interval_s: float,
-        requests: Requests,
-        *,
-        dispatch_timeout_s: float,
-        node: Callable[[], str],
-        on_crash: CrashHandler,
-    ) -> None:
-        super().__init__(store, "schedules", name, interval_s, on_crash)
-        self._planner = planner
-        self._requests = requests
-        self._dispatch_timeout_s = dispatch_timeout_s
-        self._node = node
+    _where = "schedules"
+    _thread_prefix = "ms-plan"
+
+    _planner: Planner
+    _requests: Requests
+    _dispatch_timeout_s: float
+    _node: Callable[[], str]
 
     def wait_ended(self, timeout: float | None = None) -> bool:
         """

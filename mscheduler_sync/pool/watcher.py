@@ -11,9 +11,8 @@ from typing import Any, Final, Protocol
 
 import attrs
 
-from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._runtime.service import CrashHandler
-from mscheduler_sync._storage.stream import StreamReader
+from mscheduler_sync._runtime.log import Log, logger
+from mscheduler_sync._storage.stream import StreamReader, Watched
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.store import PoolStore
 
@@ -116,30 +115,22 @@ class Listener(Protocol):
     def rescan(self) -> None: ...
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class PoolWatcher(StreamReader):
     """
     The change stream's thread; see the module.
     """
 
-    def __init__(
-        self,
-        store: PoolStore,
-        node: str,
-        *,
-        waiters: Waiters,
-        listener: Listener | None,
-        on_crash: CrashHandler,
-    ) -> None:
-        super().__init__(
-            store.jobs,
-            statements.jobs.watch_pipeline(store.pool, verdicts_only=listener is None),
-            owner_id=node,
-            log=_log,
-            on_crash=on_crash,
+    log: Log = _log
+    _store: PoolStore
+    _waiters: Waiters
+    _listener: Listener | None
+
+    def watched(self) -> Watched:
+        pipeline = statements.jobs.watch_pipeline(
+            self._store.pool, verdicts_only=self._listener is None
         )
-        self._prefix = store.pool + statements.SEPARATOR
-        self._waiters = waiters
-        self._listener = listener
+        return Watched(self._store.jobs, pipeline)
 
     def on_open(self) -> None:
         self._rescan()
@@ -153,9 +144,10 @@ class PoolWatcher(StreamReader):
             self._listener.rescan()
 
     def take(self, event: Mapping[str, Any]) -> None:
+        prefix = self._store.pool + statements.SEPARATOR
         document_key = event.get("documentKey")
         job_id = document_key.get("_id") if isinstance(document_key, Mapping) else None
-        if not isinstance(job_id, str) or not job_id.startswith(self._prefix):
+        if not isinstance(job_id, str) or not job_id.startswith(prefix):
             return
         changed = event.get("updateDescription")
         fields = changed.get("updatedFields") if isinstance(changed, Mapping) else None

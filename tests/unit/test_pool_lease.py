@@ -58,8 +58,8 @@ def lease_of(store: ScriptedStore, lost: Lost, worker_ttl: float, margin: float)
         node = Node(client.nowhere, "p", worker_ttl=worker_ttl, lease_margin=margin)
     settings: NodeOptions = node._settings
     return Lease(
-        cast("PoolStore", store),
-        settings,
+        store=cast("PoolStore", store),
+        settings=settings,
         on_lost=lost,
         on_return=lambda: None,
         on_crash=unexpected,

@@ -30,7 +30,13 @@ class Scripted(Service):
     def __init__(self, *acts: Callable[[], None]) -> None:
         self.crashes: list[tuple[str, BaseException]] = []
         self.crashed = threading.Event()
-        super().__init__("fetch", "ms-fetch:test", LOG, self._note_crash)
+        super().__init__(
+            component="fetch",
+            thread_prefix="ms-fetch",
+            log=LOG,
+            owner_id="test",
+            on_crash=self._note_crash,
+        )
         self.acts = iter(acts)
         self.steps = 0
         self.store_errors: list[BaseException] = []
@@ -235,7 +241,13 @@ def test_a_stop_ends_a_pause() -> None:
     """
     A service that waits for its next try need not be waited for; a negative pause is none.
     """
-    service = Service("fetch", "ms-fetch:test", LOG, lambda part, error: None)
+    service = Service(
+        component="fetch",
+        thread_prefix="ms-fetch",
+        log=LOG,
+        owner_id="test",
+        on_crash=lambda component, error: None,
+    )
     assert not service.pause(-1)
     with ThreadPoolExecutor(1) as pool:
         pausing = pool.submit(service.pause, 60)
