@@ -128,7 +128,7 @@ class Consumer:
         self._hub = EventHub()
         self._slots = Slots(self._settings.max_workers)
         self._queue = DelayQueue(self._settings.queue_limit)
-        self._running = RunningAttempts(self._slots, is_stopping=life.stop_asked.is_set)
+        self._running = RunningAttempts(slots=self._slots, is_stopping=life.stop_asked.is_set)
         self._assembly: Assembly | None = None
 
     # -- life --------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
+import attrs
+
 from mscheduler_sync.errors import LeaseLost
 
 Reason = Literal["lease_lost", "cancel_requested", "shutdown", "options_changed", "timed_out"]
@@ -19,6 +21,7 @@ _current: Final[contextvars.ContextVar[TaskContext | None]] = contextvars.Contex
 )
 
 
+@attrs.define(eq=False, kw_only=True, slots=False)
 class TaskContext:
     """
     One attempt, as its function sees it. Thread-safe.
@@ -27,33 +30,22 @@ class TaskContext:
     `current_task`.
     """
 
-    def __init__(
-        self,
-        *,
-        key: str,
-        name: str | None,
-        attempt: int,
-        running_id: str,
-        worker_id: str,
-        deadline: dt.datetime | None,
-        report: Callable[[Any], None],
-    ) -> None:
-        #: The task's key.
-        self.key: Final = key
-        #: The task's name, or None.
-        self.name: Final = name
-        #: 1 for the first attempt, one more after each failed one.
-        self.attempt: Final = attempt
-        #: The attempt's own id: a fencing token that outside systems may check.
-        self.running_id: Final = running_id
-        self.worker_id: Final = worker_id
-        #: When ``timeout=`` ends the attempt (aware, server clock), or None. An update of the
-        #: task moves it.
-        self.deadline = deadline
-        #: Set once the attempt should end early; `reason` says why.
-        self.cancelled: Final = threading.Event()
-        self._report = report
-        self._reason: Reason | None = None
+    #: The task's key.
+    key: str
+    #: The task's name, or None.
+    name: str | None
+    #: 1 for the first attempt, one more after each failed one.
+    attempt: int
+    #: The attempt's own id: a fencing token that outside systems may check.
+    running_id: str
+    worker_id: str
+    #: When ``timeout=`` ends the attempt (aware, server clock), or None. An update of the
+    #: task moves it.
+    deadline: dt.datetime | None
+    #: Set once the attempt should end early; `reason` says why.
+    cancelled: threading.Event = attrs.field(init=False, factory=threading.Event)
+    _report: Callable[[Any], None]
+    _reason: Reason | None = attrs.field(init=False, default=None)
 
     @property
     def reason(self) -> Reason | None:

@@ -91,8 +91,16 @@ class Assembly:
         routes = Routes(worker_id, names)
         contention = Contention()
         horizon = Horizon()
-        self.quarantine = quarantine = Quarantine(queue, hub)
-        intake = Intake(routes, queue, store.clock, hub, contention, quarantine, horizon)
+        self.quarantine = quarantine = Quarantine(queue=queue, hub=hub)
+        intake = Intake(
+            routes=routes,
+            queue=queue,
+            clock=store.clock,
+            hub=hub,
+            contention=contention,
+            quarantine=quarantine,
+            horizon=horizon,
+        )
         self.writer = OutcomeWriter(
             owner_id=worker_id,
             store=store,
@@ -112,7 +120,12 @@ class Assembly:
             value_limit_bytes=settings.max_result_bytes,
             on_end=running.ended,
         )
-        running.connect(self.executor, self._heartbeats, self.writer, on_free=intake.requeue)
+        running.connect(
+            executor=self.executor,
+            heartbeats=self._heartbeats,
+            writer=self.writer,
+            on_free=intake.requeue,
+        )
         self.fetcher = Fetcher(
             owner_id=worker_id,
             store=store,
@@ -121,7 +134,7 @@ class Assembly:
             intake=intake,
             horizon=horizon,
             adoption=Adoption(store=store, intake=intake, quarantine=quarantine),
-            schedule=PassSchedule(settings.poll_interval_s),
+            schedule=PassSchedule(poll_interval_s=settings.poll_interval_s),
             rust_interop=settings.rust_interop,
             on_changed=running.task_changed,
             on_crash=on_crash,

@@ -4,11 +4,13 @@ An attempt that this process holds, and how it ended: what the stages after the 
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 import time
 from typing import Any, Final, Literal
 
 import attrs
+from bson.codec_options import CodecOptions
 from bson.raw_bson import RawBSONDocument
 
 from mscheduler_sync._runtime.log import logger
@@ -84,6 +86,7 @@ class Interrupted:
 Outcome = Succeeded | Failed | Released | Snoozed | Interrupted
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class HeldAttempt:
     """
     One attempt of this process, from the claim until its outcome is stored.
@@ -92,58 +95,48 @@ class HeldAttempt:
     heartbeat (`held_until_s`, `options`), the function through its context (`set_progress`).
     """
 
-    def __init__(
-        self,
-        *,
-        key: str,
-        name: str | None,
-        running_id: str,
-        worker_id: str,
-        number: int,
-        hint: object,
-        options: TaskOptions,
-        document: RawBSONDocument,
-        claimed_at_s: float,
-        margin_s: float | None,
-        value_limit_bytes: int,
-        codec_options: Any,
-        deadline: Any,
-    ) -> None:
-        self.key: Final = key
-        self.name: Final = name
-        self.running_id: Final = running_id
-        self.number: Final = number
-        #: The claim's, for the store.
-        self.hint: Final = hint
-        self.options = options
-        self.document: RawBSONDocument | None = document
-        self.codec_options: Final = codec_options
-        self.claimed_at_s: Final = claimed_at_s
-        self._margin_setting_s = margin_s
-        self._value_limit_bytes = value_limit_bytes
-        #: Until when the lease is believed, on the monotonic clock.
-        self.held_until_s = claimed_at_s + options.lease - lease_margin_s(options.lease, margin_s)
-        #: Set once the executor has an outcome.
-        self.ended = False
-        #: Wakes whoever sends its heartbeats: there may be something to learn, or nothing to do.
-        self.wake: Final = threading.Event()
-        #: Nothing more is to be written for it.
-        self.settled = False
-        #: A stop has given it up: a late outcome is not written.
-        self.abandoned = False
-        #: The executor's thread has been replaced by another slot.
-        self.slot_replaced = False
-        self.started_at_s: float | None = None
-        self.timed_out = False
-        self._progress_lock = threading.Lock()
-        self._progress: object = None
-        self.context: Final = TaskContext(
-            key=key,
-            name=name,
-            attempt=number,
-            running_id=running_id,
-            worker_id=worker_id,
-            deadline=deadline,
+    key: str
+    name: str | None
+    running_id: str
+    worker_id: str
+    number: int
+    #: The claim's, for the store.
+    hint: object
+    options: TaskOptions
+    document: RawBSONDocument | None
+    codec_options: CodecOptions[Any]
+    claimed_at_s: float
+    _margin_s: float | None
+    _value_limit_bytes: int
+    _deadline: dt.datetime | None
+    context: TaskContext = attrs.field(init=False)
+    #: Until when the lease is believed, on the monotonic clock.
+    held_until_s: float = attrs.field(init=False)
+    #: Set once the executor has an outcome.
+    ended: bool = attrs.field(init=False, default=False)
+    #: Wakes whoever sends its heartbeats: there may be something to learn, or nothing to do.
+    wake: threading.Event = attrs.field(init=False, factory=threading.Event)
+    #: Nothing more is to be written for it.
+    settled: bool = attrs.field(init=False, default=False)
+    #: A stop has given it up: a late outcome is not written.
+    abandoned: bool = attrs.field(init=False, default=False)
+    #: The executor's thread has been replaced by another slot.
+    slot_replaced: bool = attrs.field(init=False, default=False)
+    started_at_s: float | None = attrs.field(init=False, default=None)
+    timed_out: bool = attrs.field(init=False, default=False)
+    _progress_lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    # Under _progress_lock.
+    _progress: object = attrs.field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        self.held_until_s = self._believed_until_s(self.claimed_at_s)
+        self.context = TaskContext(
+            key=self.key,
+            name=self.name,
+            attempt=self.number,
+            running_id=self.running_id,
+            worker_id=self.worker_id,
+            deadline=self._deadline,
             report=self.set_progress,
         )
 
@@ -168,9 +161,11 @@ class HeldAttempt:
         """
         A heartbeat that was first sent at *sent_at_s* has been acknowledged.
         """
+        self.held_until_s = max(self.held_until_s, self._believed_until_s(sent_at_s))
+
+    def _believed_until_s(self, sent_at_s: float) -> float:
         lease_s = self.options.lease
-        believed_s = sent_at_s + lease_s - lease_margin_s(lease_s, self._margin_setting_s)
-        self.held_until_s = max(self.held_until_s, believed_s)
+        return sent_at_s + lease_s - lease_margin_s(lease_s, self._margin_s)
 
     def set_progress(self, value: object) -> None:
         frozen = codec.freeze(
@@ -201,7 +196,7 @@ class HeldAttempt:
         """
         return {
             "event": event,
-            "worker_id": self.context.worker_id,
+            "worker_id": self.worker_id,
             "task_key": self.key,
             "running_id": self.running_id,
             **more,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+import attrs
 from cachetools import TTLCache
 
 #: Bounds of the wait that grows with one's own lost claims, in seconds.
@@ -27,19 +28,21 @@ _LOST_BEFORE_S: Final = 60.0
 _NEWEST_WEIGHS: Final = 0.2
 
 
+@attrs.define(eq=False, repr=False)
 class Contention:
     """
     Zero on a lone consumer. The claimer's thread tells it; any thread may ask.
     """
 
-    def __init__(self) -> None:
-        self._wait_s = 0.0
-        self._claim_s = 0.0
-        #: The last check of many keys has shown that others take them.
-        self._sees_others = False
-        #: From how many equal keys a batch is picked at random.
-        self.spread = 0
-        self._lost_before: TTLCache[str, int] = TTLCache(1000, _LOST_BEFORE_S, timer=time.monotonic)
+    _wait_s: float = attrs.field(init=False, default=0.0)
+    _claim_s: float = attrs.field(init=False, default=0.0)
+    #: The last check of many keys has shown that others take them.
+    _sees_others: bool = attrs.field(init=False, default=False)
+    #: From how many equal keys a batch is picked at random.
+    spread: int = attrs.field(init=False, default=0)
+    _lost_before: TTLCache[str, int] = attrs.field(
+        init=False, factory=lambda: TTLCache(1000, _LOST_BEFORE_S, timer=time.monotonic)
+    )
 
     @property
     def is_present(self) -> bool:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import attrs
+
 from mscheduler_sync import context as task_context
 from mscheduler_sync._runtime import failure
 from mscheduler_sync._runtime.crash_points import reach
@@ -38,6 +40,7 @@ _log = logger("execute")
 FunctionOf = Callable[[str | None], Invocation | None]
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Executor:
     """
     Runs attempts in a `ThreadPoolExecutor`.
@@ -46,25 +49,22 @@ class Executor:
     accepted by `submit`, whatever the function does.
     """
 
-    def __init__(
-        self,
-        *,
-        worker_id: str,
-        function_of: FunctionOf,
-        around: Around | None,
-        value_limit_bytes: int,
-        on_end: Callable[[HeldAttempt, Outcome], None],
-    ) -> None:
-        self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"ms-exec:{worker_id}")
-        self._function_of = function_of
-        self._around = around
-        self._value_limit_bytes = value_limit_bytes
-        self._on_end = on_end
-        self._inside = threading.local()
-        self._lock = threading.Lock()
-        # Both under _lock.
-        self._waiting: collections.deque[HeldAttempt] = collections.deque()
-        self._thread_coming = False
+    _worker_id: str
+    _function_of: FunctionOf
+    _around: Around | None
+    _value_limit_bytes: int
+    _on_end: Callable[[HeldAttempt, Outcome], None]
+    _pool: ThreadPoolExecutor = attrs.field(init=False)
+    _inside: threading.local = attrs.field(init=False, factory=threading.local)
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    # Both under _lock.
+    _waiting: collections.deque[HeldAttempt] = attrs.field(init=False, factory=collections.deque)
+    _thread_coming: bool = attrs.field(init=False, default=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(
+            MAX_THREADS, thread_name_prefix=f"ms-exec:{self._worker_id}"
+        )
 
     def submit(self, attempt: HeldAttempt) -> None:
         """

@@ -100,7 +100,7 @@ class Heartbeat:
             # Somebody broke the document; the options known at the claim stay in force.
             return
         allowed = options.worker_ids
-        if allowed and attempt.context.worker_id not in allowed:
+        if allowed and attempt.worker_id not in allowed:
             attempt.ask_to_end("options_changed", "the task may no longer run on this worker")
         if options.timeout != attempt.options.timeout:
             attempt.options = options

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import attrs
+
 from mscheduler_sync._runtime.clock import ServerClock
 
 #: Bounds of the horizon, in seconds.
@@ -20,6 +22,7 @@ SHORTEST_HORIZON_S, LONGEST_HORIZON_S = 0.25, 30.0
 LEASE_WINDOW_S: Final = 300.0
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Horizon:
     """
     Half the shortest lease seen lately; also the longest pause between passes. Thread-safe.
@@ -28,12 +31,12 @@ class Horizon:
     within the horizon only once its worker is dead; no timer is needed for it.
     """
 
-    def __init__(self, timer: Callable[[], float] = time.monotonic) -> None:
-        self._timer = timer
-        self._lock = threading.Lock()
-        # All under _lock: the shortest lease of this window, and of the one before it.
-        self._window_began_s = float("-inf")
-        self._shortest_s = self._shortest_before_s = float("inf")
+    _timer: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    # All under _lock: the shortest lease of this window, and of the one before it.
+    _window_began_s: float = attrs.field(init=False, default=float("-inf"))
+    _shortest_s: float = attrs.field(init=False, default=float("inf"))
+    _shortest_before_s: float = attrs.field(init=False, default=float("inf"))
 
     def observe(self, fields: Mapping[str, Any]) -> bool:
         """

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import attrs
 from cachetools import TTLCache
 
 from mscheduler_sync._runtime.clock import ServerClock
@@ -29,38 +30,30 @@ BACK_OFF_S: Final = 3.0
 OTHERS_MEMORY_S: Final = 60.0
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Intake:
     """
     Decides whether a discovered task is queued, and from when it may be claimed. Thread-safe.
     """
 
-    def __init__(
-        self,
-        routes: Routes,
-        queue: DelayQueue,
-        clock: ServerClock,
-        hub: EventHub,
-        contention: Contention,
-        quarantine: Quarantine,
-        horizon: Horizon,
-        *,
-        timer: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._routes = routes
-        self._queue = queue
-        self._clock = clock
-        self._hub = hub
-        self._contention = contention
-        self._quarantine = quarantine
-        self._horizon = horizon
-        self._timer = timer
-        self._lock = threading.Lock()
-        # All under _lock.
-        self._not_before_s: TTLCache[str, float] = TTLCache(10_000, 300.0, timer=timer)
-        self._others_seen_at_s = float("-inf")
-        #: What the claimer has in its hands, and what it has had there during a pass.
-        self._in_hand: Sequence[str] = ()
-        self._claimed_in_pass: set[str] | None = None
+    _routes: Routes
+    _queue: DelayQueue
+    _clock: ServerClock
+    _hub: EventHub
+    _contention: Contention
+    _quarantine: Quarantine
+    _horizon: Horizon
+    _timer: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    # All under _lock.
+    _not_before_s: TTLCache[str, float] = attrs.field(init=False)
+    _others_seen_at_s: float = attrs.field(init=False, default=float("-inf"))
+    #: What the claimer has in its hands, and what it has had there during a pass.
+    _in_hand: Sequence[str] = attrs.field(init=False, default=())
+    _claimed_in_pass: set[str] | None = attrs.field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        self._not_before_s = TTLCache(10_000, 300.0, timer=self._timer)
 
     def offer(self, fields: Mapping[str, Any], *, from_pass: bool = False) -> bool:
         """

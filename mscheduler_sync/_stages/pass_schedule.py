@@ -25,6 +25,7 @@ class Round:
     is_pass: bool
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class PassSchedule:
     """
     The fetcher tells it what happens and asks it for the next round; under the fetcher's lock.
@@ -33,22 +34,22 @@ class PassSchedule:
     no room in the delay queue since the last pass, or infinity.
     """
 
-    def __init__(self, poll_interval_s: float) -> None:
-        #: Passes alone must find everything: there is no change stream.
-        self.is_polling = True
-        #: How many passes were done, and whether one is under way.
-        self.passes = 0
-        self.in_pass = False
-        self._poll_interval_s = poll_interval_s
-        self._requested = True
-        self._lookups: dict[object, bool] = {}
-        self._low_in_pass = False
-        #: From when on is due what the last pass has left in the database.
-        self._left_from_s = float("inf")
-        #: When the next of what was left, or dropped, comes due: a pass of its own brings it. What
-        #: was due already when it was left waits until the queue runs low.
-        self._left_due_s = float("inf")
-        self._began_s = self._next_pass_s = float("-inf")
+    _poll_interval_s: float
+    #: Passes alone must find everything: there is no change stream.
+    is_polling: bool = attrs.field(init=False, default=True)
+    #: How many passes were done, and whether one is under way.
+    passes: int = attrs.field(init=False, default=0)
+    in_pass: bool = attrs.field(init=False, default=False)
+    _requested: bool = attrs.field(init=False, default=True)
+    _lookups: dict[object, bool] = attrs.field(init=False, factory=dict)
+    _low_in_pass: bool = attrs.field(init=False, default=False)
+    #: From when on is due what the last pass has left in the database.
+    _left_from_s: float = attrs.field(init=False, default=float("inf"))
+    #: When the next of what was left, or dropped, comes due: a pass of its own brings it. What
+    #: was due already when it was left waits until the queue runs low.
+    _left_due_s: float = attrs.field(init=False, default=float("inf"))
+    _began_s: float = attrs.field(init=False, default=float("-inf"))
+    _next_pass_s: float = attrs.field(init=False, default=float("-inf"))
 
     def request_pass(self) -> None:
         self._requested = True

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import attrs
 from bson.codec_options import CodecOptions
 from bson.raw_bson import RawBSONDocument
 from cachetools import TTLCache
@@ -25,23 +26,23 @@ _log = logger("claim")
 SET_ASIDE_S: Final = 60.0
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Quarantine:
     """
     The keys that are set aside for now. Thread-safe.
     """
 
-    def __init__(
-        self,
-        queue: DelayQueue,
-        hub: EventHub,
-        timer: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._queue = queue
-        self._hub = hub
-        self._log_throttle = LogThrottle(SET_ASIDE_S, timer=timer)
-        self._lock = threading.Lock()
-        # Under _lock.
-        self._keys: TTLCache[str, None] = TTLCache(10_000, SET_ASIDE_S, timer=timer)
+    _queue: DelayQueue
+    _hub: EventHub
+    _timer: Callable[[], float] = time.monotonic
+    _log_throttle: LogThrottle = attrs.field(init=False)
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    # Under _lock.
+    _keys: TTLCache[str, None] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._log_throttle = LogThrottle(SET_ASIDE_S, timer=self._timer)
+        self._keys = TTLCache(10_000, SET_ASIDE_S, timer=self._timer)
 
     def add(self, key: str, reason: str | InvalidTask) -> None:
         """

@@ -11,6 +11,8 @@ import collections
 import threading
 from collections.abc import Callable
 
+import attrs
+
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.slots import Slots
 from mscheduler_sync._stages.attempt import (
@@ -29,31 +31,32 @@ from mscheduler_sync._stages.pending import Verdict
 _log = logger("execute")
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class RunningAttempts:
     """
     Starts attempts, takes their outcomes, and knows which are there. Thread-safe.
     """
 
-    def __init__(self, slots: Slots, *, is_stopping: Callable[[], bool]) -> None:
-        self._slots = slots
-        self._is_stopping = is_stopping
-        self._lock = threading.Lock()
-        # All under _lock.
-        self._held: dict[str, HeldAttempt] = {}
-        self._keys: collections.Counter[str] = collections.Counter()
-        self._begun = 0
-        self._to_requeue: set[str] = set()
-        self._stuck: dict[str, HeldAttempt] = {}
-        self._finished_in_stop: list[str] = []
-        self._released_in_stop: list[str] = []
-        # Set once by `connect`.
-        self._executor: Executor
-        self._heartbeats: HeartbeatScheduler
-        self._writer: OutcomeWriter
-        self._on_free: Callable[[str], None]
+    _slots: Slots
+    _is_stopping: Callable[[], bool]
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    # All under _lock.
+    _held: dict[str, HeldAttempt] = attrs.field(init=False, factory=dict)
+    _keys: collections.Counter[str] = attrs.field(init=False, factory=collections.Counter)
+    _begun: int = attrs.field(init=False, default=0)
+    _to_requeue: set[str] = attrs.field(init=False, factory=set)
+    _stuck: dict[str, HeldAttempt] = attrs.field(init=False, factory=dict)
+    _finished_in_stop: list[str] = attrs.field(init=False, factory=list)
+    _released_in_stop: list[str] = attrs.field(init=False, factory=list)
+    # Set once by `connect`.
+    _executor: Executor = attrs.field(init=False)
+    _heartbeats: HeartbeatScheduler = attrs.field(init=False)
+    _writer: OutcomeWriter = attrs.field(init=False)
+    _on_free: Callable[[str], None] = attrs.field(init=False)
 
     def connect(
         self,
+        *,
         executor: Executor,
         heartbeats: HeartbeatScheduler,
         writer: OutcomeWriter,

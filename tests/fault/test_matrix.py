@@ -207,7 +207,7 @@ def test_the_look_before_a_contended_claim_fails(
         # As after claims that went to others.
         contention = consumer._assembly.claimer._contention
         monkeypatch.setattr(contention, "_wait_s", 0.05)
-        monkeypatch.setattr(contention, "draw_wait_s", lambda: 0.01)
+        monkeypatch.setattr(type(contention), "draw_wait_s", lambda _: 0.01)
         rule = scene.app.hit("claim", "find", CLOSED, when=lambda c: list(c["filter"]) == ["key"])
         scene.send("task")
         rule.wait_done()

@@ -16,6 +16,7 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mscheduler_sync import Producer
+from mscheduler_sync._stages.watcher import Watcher
 from mscheduler_sync._storage import stream
 from mscheduler_sync._storage.statements.discovery import INDEXES
 from tests.support import Document, fail_point, wait_until
@@ -333,12 +334,12 @@ def test_an_event_that_cannot_be_handled(
         take = watcher.take
         broken = iter([True])
 
-        def break_once(event: Mapping[str, Any]) -> None:
+        def break_once(_: Watcher, event: Mapping[str, Any]) -> None:
             if next(broken, False):
                 raise TypeError("as told")
             take(event)
 
-        monkeypatch.setattr(watcher, "take", break_once)
+        monkeypatch.setattr(Watcher, "take", break_once)
         scene.send("task")
         scene.wait_status("task", "succeeded", SOON_S)
         wait_streaming(scene)

@@ -35,16 +35,16 @@ class Room:
         self.queue = DelayQueue(1000)
         self.hub = EventHub()
         self.contention = Contention()
-        self.quarantine = Quarantine(self.queue, self.hub, timer=self.timer)
+        self.quarantine = Quarantine(queue=self.queue, hub=self.hub, timer=self.timer)
         self.horizon = Horizon(timer=self.timer)
         self.intake = Intake(
-            Routes("me", ["known"]),
-            self.queue,
-            self.clock,
-            self.hub,
-            self.contention,
-            self.quarantine,
-            self.horizon,
+            routes=Routes("me", ["known"]),
+            queue=self.queue,
+            clock=self.clock,
+            hub=self.hub,
+            contention=self.contention,
+            quarantine=self.quarantine,
+            horizon=self.horizon,
             timer=self.timer,
         )
 
@@ -169,7 +169,7 @@ def test_new_task_is_left_to_others_after_lost_claims(
     if source != "alone":
         room.contention.lost(["other"], of=1)
     drawn_s = 0.0 if source == "goes at once" else 0.5
-    monkeypatch.setattr(room.contention, "draw_wait_s", lambda: drawn_s)
+    monkeypatch.setattr(Contention, "draw_wait_s", lambda _: drawn_s)
     if source == "busy":
         room.queue.push("due", 0.0)
     # It came due four seconds ago: the wait counts from now on.

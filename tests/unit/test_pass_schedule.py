@@ -22,7 +22,7 @@ class Fetcher:
     """
 
     def __init__(self) -> None:
-        self.schedule = PassSchedule(POLL_S)
+        self.schedule = PassSchedule(poll_interval_s=POLL_S)
         self.schedule.is_polling = False
         self.now_s = 0.0
         self.horizon_s = HORIZON_S
@@ -253,7 +253,7 @@ def test_starts_with_polling() -> None:
     """
     Until the stream is open, passes find everything.
     """
-    assert PassSchedule(POLL_S).is_polling
+    assert PassSchedule(poll_interval_s=POLL_S).is_polling
 
 
 def test_consumers_that_start_together_drift_apart() -> None:

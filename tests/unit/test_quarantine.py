@@ -18,7 +18,7 @@ def test_key_is_set_aside_for_its_time(caplog: pytest.LogCaptureFixture) -> None
     now_s = 1000.0
     queue, hub = DelayQueue(10), EventHub()
     events = hub.subscribe()
-    quarantine = Quarantine(queue, hub, timer=lambda: now_s)
+    quarantine = Quarantine(queue=queue, hub=hub, timer=lambda: now_s)
     queue.push("bad", 0.0)
     queue.push("good", 0.0)
 
