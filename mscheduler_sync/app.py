@@ -190,7 +190,8 @@ class App:
         if late:
             _log.warning(
                 "a task was declared after the app had made a consumer, which will not run it",
-                extra={"event": "late_declaration", "task_name": name},
+                event="late_declaration",
+                task_name=name,
             )
         return task
 

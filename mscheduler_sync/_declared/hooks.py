@@ -91,13 +91,10 @@ class Hooks:
         except Exception as error:  # noqa: BLE001 - a reporter must not decide about the task
             _log.error(
                 "a hook raised; the attempt ends as if it had not",
+                event="hook_raised",
                 exc_info=error,
-                extra={
-                    "event": "hook_raised",
-                    "worker_id": context.worker_id,
-                    "task_key": context.key,
-                    "running_id": context.running_id,
-                    "hook": name,
-                    "error_type": type(error).__name__,
-                },
+                worker_id=context.worker_id,
+                task_key=context.key,
+                running_id=context.running_id,
+                hook=name,
             )

@@ -55,8 +55,7 @@ class KeyedExecutor:
             with self._lock:
                 self._short_of_threads = True
             _log.warning(
-                "a handler waits for a thread",
-                extra={"event": "no_thread", "task_key": key, "error": str(error)},
+                "a handler waits for a thread", event="no_thread", task_key=key, error=str(error)
             )
 
     def make_missing_thread(self) -> None:

@@ -189,12 +189,10 @@ class Lifecycle(Generic[Report]):
         if max_pool_size is not None and max_pool_size < needed:
             self.owner.log.warning(
                 "the client's connection pool is smaller than the threads that may need it",
-                extra={
-                    "event": "small_pool",
-                    "worker_id": self.owner.id(),
-                    "max_pool_size": max_pool_size,
-                    "needed": needed,
-                },
+                event="small_pool",
+                worker_id=self.owner.id(),
+                max_pool_size=max_pool_size,
+                needed=needed,
             )
 
     # -- stopping ----------------------------------------------------------------------------
@@ -270,12 +268,10 @@ class Lifecycle(Generic[Report]):
             self.crash = self.crash or crash
         self.owner.log.critical(
             "a component failed again and again: all of them are stopped",
+            event="component_crashed",
             exc_info=error,
-            extra={
-                "event": "component_crashed",
-                "worker_id": self.owner.id(),
-                "component": component,
-            },
+            worker_id=self.owner.id(),
+            component=component,
         )
         self.stop_in_thread()
 
@@ -300,8 +296,7 @@ class Lifecycle(Generic[Report]):
     def _tell(self, state: State) -> None:
         owner = self.owner
         owner.log.info(
-            "the state has changed",
-            extra={"event": f"{owner.kind}_{owner.word(state)}", "worker_id": owner.id()},
+            "the state has changed", event=f"{owner.kind}_{owner.word(state)}", worker_id=owner.id()
         )
         owner.on_state(state)
 

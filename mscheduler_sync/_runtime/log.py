@@ -26,35 +26,40 @@ class Log:
     A logger whose calls never raise: the application's handlers, filters and streams may.
 
     A worker must not lose a task because a log file is closed or a formatter is wrong.
+
+    Keywords are fields of the record; *exc_info*, an error, brings its traceback and `error_type`.
     """
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
 
-    def debug(self, message: str, *, extra: dict[str, Any]) -> None:
-        self._log(logging.DEBUG, message, None, extra)
+    def debug(self, message: str, *, event: str, **fields: Any) -> None:
+        self._log(logging.DEBUG, message, event, **fields)
 
-    def info(
-        self, message: str, *, extra: dict[str, Any], exc_info: BaseException | None = None
-    ) -> None:
-        self._log(logging.INFO, message, exc_info, extra)
+    def info(self, message: str, *, event: str, **fields: Any) -> None:
+        self._log(logging.INFO, message, event, **fields)
 
-    def warning(self, message: str, *, extra: dict[str, Any]) -> None:
-        self._log(logging.WARNING, message, None, extra)
+    def warning(self, message: str, *, event: str, **fields: Any) -> None:
+        self._log(logging.WARNING, message, event, **fields)
 
-    def error(
-        self, message: str, *, extra: dict[str, Any], exc_info: BaseException | None = None
-    ) -> None:
-        self._log(logging.ERROR, message, exc_info, extra)
+    def error(self, message: str, *, event: str, **fields: Any) -> None:
+        self._log(logging.ERROR, message, event, **fields)
 
-    def critical(
-        self, message: str, *, extra: dict[str, Any], exc_info: BaseException | None = None
-    ) -> None:
-        self._log(logging.CRITICAL, message, exc_info, extra)
+    def critical(self, message: str, *, event: str, **fields: Any) -> None:
+        self._log(logging.CRITICAL, message, event, **fields)
 
     def _log(
-        self, level: int, message: str, exc_info: BaseException | None, extra: dict[str, Any]
+        self,
+        level: int,
+        message: str,
+        event: str,
+        *,
+        exc_info: BaseException | None = None,
+        **fields: Any,
     ) -> None:
+        if exc_info is not None:
+            fields["error_type"] = type(exc_info).__name__
+        extra = {"event": event, **fields}
         # Not an error of ours, and there is no place left to tell it.
         with contextlib.suppress(Exception):
             self._logger.log(level, message, exc_info=exc_info, extra=extra, stacklevel=3)

@@ -151,13 +151,11 @@ class Service:
         if self._log_throttle.allows(type(error.__cause__)):
             self.log.warning(
                 "the database is in trouble; will try again",
-                extra={
-                    "event": "store_trouble",
-                    "worker_id": self.owner_id,
-                    "component": self.component,
-                    "error_type": type(error.__cause__ or error).__name__,
-                    "error": str(error)[:500],
-                },
+                event="store_trouble",
+                worker_id=self.owner_id,
+                component=self.component,
+                error_type=type(error.__cause__ or error).__name__,
+                error=str(error)[:500],
             )
         self.on_store_error(error)
         pause_s = backoff.delay_s(
@@ -174,13 +172,10 @@ class Service:
         self._crashes.append(now_s)
         self.log.error(
             "a component failed with a programming error",
+            event="component_failed",
             exc_info=error,
-            extra={
-                "event": "component_failed",
-                "worker_id": self.owner_id,
-                "component": self.component,
-                "error_type": type(error).__name__,
-            },
+            worker_id=self.owner_id,
+            component=self.component,
         )
         full = len(self._crashes) == CRASH_COUNT
         if full and now_s - self._crashes[0] <= CRASH_WINDOW_S:

@@ -127,7 +127,8 @@ def serve(life: Lifecycle[Report], last_writes: Callable[[float], object] | None
             if signals.count > 1:
                 _log.warning(
                     "a second signal: the process ends now",
-                    extra={"event": "forced_exit", "signal": signals.last},
+                    event="forced_exit",
+                    signal=signals.last,
                 )
                 if last_writes is not None:
                     writing = threading.Thread(

@@ -52,8 +52,7 @@ class Adoption:
             except Exception as error:  # noqa: BLE001 - one document must not stop the others
                 if self._undecodable.allows(bytes(document.raw[:64])):
                     _log.error(
-                        "a document cannot be decoded",
-                        extra={"event": "undecodable", "error": str(error)[:300]},
+                        "a document cannot be decoded", event="undecodable", error=str(error)[:300]
                     )
 
     def adopt_underived(self) -> None:

@@ -247,14 +247,12 @@ class Assembly:
         if report.abandoned or report.unstored or stuck:
             _log.warning(
                 "the stop is incomplete",
-                extra={
-                    "event": "stop_incomplete",
-                    "worker_id": self._worker_id,
-                    "abandoned": list(report.abandoned),
-                    "unstored": list(report.unstored),
-                    # Their threads keep the process alive.
-                    "stuck": stuck,
-                },
+                event="stop_incomplete",
+                worker_id=self._worker_id,
+                abandoned=list(report.abandoned),
+                unstored=list(report.unstored),
+                # Their threads keep the process alive.
+                stuck=stuck,
             )
         return report
 

@@ -190,16 +190,14 @@ class HeldAttempt:
             if self._progress is None:
                 self._progress = value
 
-    def log_fields(self, event: str, **more: object) -> dict[str, Any]:
+    def log_fields(self) -> dict[str, str]:
         """
-        Return what a record of the *event* says of this attempt.
+        Return the fields that tell in a record which attempt is meant.
         """
         return {
-            "event": event,
             "worker_id": self.worker_id,
             "task_key": self.key,
             "running_id": self.running_id,
-            **more,
         }
 
     def ask_to_end(self, reason: Reason, why: str) -> None:
@@ -209,7 +207,7 @@ class HeldAttempt:
         if self.context.cancelled.is_set():
             return
         self.context.cancel(reason)
-        _log.warning("an attempt is asked to end", extra=self.log_fields(reason, why=why))
+        _log.warning("an attempt is asked to end", event=reason, **self.log_fields(), why=why)
 
     def age_s(self) -> float:
         return time.monotonic() - self.claimed_at_s

@@ -219,7 +219,7 @@ class Claimer(Service):
             self._give_back((won.key, won.running_id), "shutdown" if self.stopping else "late")
             return False
         _log.debug(
-            "a task was claimed", extra=attempt.log_fields("claimed", attempt=attempt.number)
+            "a task was claimed", event="claimed", **attempt.log_fields(), attempt=attempt.number
         )
         if self._hub.wants(AttemptStarted):
             self._hub.publish(AttemptStarted(key=attempt.key, running_id=attempt.running_id))
@@ -262,13 +262,11 @@ class Claimer(Service):
         except StoreError as error:
             _log.warning(
                 "a late claim could not be given back; its lease has to end first",
-                extra={
-                    "event": "claim_left",
-                    "worker_id": self.owner_id,
-                    "task_key": key,
-                    "running_id": running_id,
-                    "error": str(error),
-                },
+                event="claim_left",
+                worker_id=self.owner_id,
+                task_key=key,
+                running_id=running_id,
+                error=str(error),
             )
 
     # -- what a batch teaches ----------------------------------------------------------------
@@ -282,12 +280,7 @@ class Claimer(Service):
             self._contention.won(claims.keys)
             return
         _log.debug(
-            "claims were lost",
-            extra={
-                "event": "claims_lost",
-                "worker_id": self.owner_id,
-                "count": len(claims.lost),
-            },
+            "claims were lost", event="claims_lost", worker_id=self.owner_id, count=len(claims.lost)
         )
         for key, status in claims.ended.items():
             self._hub.publish(TaskFinished(key=key, status=status))

@@ -202,10 +202,10 @@ def _outcome_of(error: BaseException, attempt: HeldAttempt) -> Outcome:
         return Released(context.reason)
     _log.info(
         "a function raised",
+        event="function_raised",
         exc_info=error,
-        extra=attempt.log_fields(
-            "function_raised", attempt=attempt.number, error_type=type(error).__name__
-        ),
+        **attempt.log_fields(),
+        attempt=attempt.number,
     )
     return Failed(failure.describe(error))
 

@@ -84,7 +84,9 @@ class Heartbeat:
             except StoreRejected as error:
                 _log.error(
                     "the progress that came with a heartbeat was refused by the server",
-                    extra=attempt.log_fields("progress_refused", error=str(error)[:500]),
+                    event="progress_refused",
+                    **attempt.log_fields(),
+                    error=str(error)[:500],
                 )
         return self._store.update(statements.attempts.heartbeat(refs), timeout_s=timeout_s)[0]
 
@@ -118,7 +120,9 @@ class Heartbeat:
         if self._log_throttle.allows(type(error.__cause__)):
             _log.warning(
                 "a heartbeat could not be sent; will try again",
-                extra=self.attempt.log_fields("heartbeat_failed", error=str(error)[:500]),
+                event="heartbeat_failed",
+                **self.attempt.log_fields(),
+                error=str(error)[:500],
             )
 
 

@@ -259,8 +259,9 @@ class HeartbeatScheduler(Service):
             self.health.note_error(error)
             _log.error(
                 "a heartbeat failed with a programming error; its attempt is given up",
+                event="heartbeat_crashed",
                 exc_info=error,
-                extra=attempt.log_fields("heartbeat_crashed"),
+                **attempt.log_fields(),
             )
             attempt.ask_to_end("lease_lost", "its heartbeat crashed")
             return False

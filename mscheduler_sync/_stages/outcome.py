@@ -249,26 +249,22 @@ class OutcomeWriter(Service):
         if pending.progress is not None:
             _log.error(
                 "the progress that came with an outcome was refused by the server",
-                extra={
-                    "event": "progress_refused",
-                    "worker_id": self.owner_id,
-                    "task_key": pending.key,
-                    "running_id": pending.running_id,
-                    "error": problem,
-                },
+                event="progress_refused",
+                worker_id=self.owner_id,
+                task_key=pending.key,
+                running_id=pending.running_id,
+                error=problem,
             )
             with self._changed:
                 self._pending.append(attrs.evolve(pending, progress=None))
             return
         _log.error(
             "an outcome was refused by the server",
-            extra={
-                "event": "outcome_refused",
-                "worker_id": self.owner_id,
-                "task_key": pending.key,
-                "running_id": pending.running_id,
-                "error": problem,
-            },
+            event="outcome_refused",
+            worker_id=self.owner_id,
+            task_key=pending.key,
+            running_id=pending.running_id,
+            error=problem,
         )
         if isinstance(pending.outcome, Succeeded):
             pending.outcome = Failed(failure.bounded(f"UnstorableResult: {problem}"), for_good=True)

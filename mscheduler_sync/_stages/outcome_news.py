@@ -59,23 +59,22 @@ class OutcomeNews:
             if pending.attempt is not None:
                 _log.warning(
                     "the attempt was replaced or its task deleted; the outcome is not stored",
-                    extra={"event": "lease_lost", **fields},
+                    event="lease_lost",
+                    **fields,
                 )
                 self._hub.publish(AttemptLost(key=key, running_id=running_id))
         elif isinstance(outcome, Released | Snoozed):
             why = outcome.why if isinstance(outcome, Released) else "snoozed"
-            _log.info("an attempt was released", extra={"event": "released", "why": why, **fields})
+            _log.info("an attempt was released", event="released", why=why, **fields)
             self._hub.publish(AttemptReleased(key=key, running_id=running_id, why=why))
         elif isinstance(outcome, Succeeded):
-            _log.info("a task succeeded", extra={"event": "succeeded", **fields})
+            _log.info("a task succeeded", event="succeeded", **fields)
             if pending.ended == "succeeded" and self._hub.wants(TaskSucceeded):
                 self._hub.publish(TaskSucceeded(key=key))
             self._tell_end_of_attempt(pending, succeeded=True)
         elif isinstance(outcome, Failed):
             first_line = outcome.reason.splitlines()[0] if outcome.reason else ""
-            _log.warning(
-                "an attempt failed", extra={"event": "failed", "reason": first_line, **fields}
-            )
+            _log.warning("an attempt failed", event="failed", reason=first_line, **fields)
             if self._hub.wants(TaskFound) and self._may_run_again(pending, outcome):
                 self._hub.publish(TaskFound(key=key, claim_at=self._clock.at(retry_at_s)))
             self._tell_end_of_attempt(pending, succeeded=False)

@@ -56,7 +56,9 @@ class Quarantine:
         if self._log_throttle.allows(key):
             _log.error(
                 "a document cannot be handled and is set aside",
-                extra={"event": "set_aside", "task_key": key, "reason": reason},
+                event="set_aside",
+                task_key=key,
+                reason=reason,
             )
             self._hub.publish(TaskQuarantined(key=key, reason=reason))
 

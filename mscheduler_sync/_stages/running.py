@@ -82,7 +82,9 @@ class RunningAttempts:
             # The interpreter is shutting down, or the system makes no more threads.
             _log.warning(
                 "an attempt cannot be started here; it is released",
-                extra=attempt.log_fields("not_started", error=str(error)),
+                event="not_started",
+                **attempt.log_fields(),
+                error=str(error),
             )
             self.ended(attempt, Released("shutdown"))
             return False
@@ -136,7 +138,10 @@ class RunningAttempts:
             count = len(self._stuck)
         _log.error(
             "a function does not end after its time-out",
-            extra=attempt.log_fields("stuck", stuck=count, slot_replaced=attempt.slot_replaced),
+            event="stuck",
+            **attempt.log_fields(),
+            stuck=count,
+            slot_replaced=attempt.slot_replaced,
         )
         reason = (
             f"TimedOut: the function ran longer than {attempt.options.timeout} s and did not end"

@@ -100,13 +100,16 @@ class MongoStore(ServerCalls):
                 # Not slower but wrong: two documents under one key.
                 _log.error(
                     "several documents have the same key; remove all but one of them",
-                    extra={"event": "duplicate_keys", **about},
+                    event="duplicate_keys",
+                    **about,
                 )
             except StoreRejected as error:
                 if self._log_throttle.allows("indexes"):
                     _log.warning(
                         "an index could not be created; everything works, slower",
-                        extra={"event": "index_refused", **about, "error": str(error)[:500]},
+                        event="index_refused",
+                        **about,
+                        error=str(error)[:500],
                     )
         with self._lock:
             self._indexes_at_s = time.monotonic()
@@ -312,8 +315,8 @@ class MongoStore(ServerCalls):
                 if isinstance(error, StoreRejected) and self._log_throttle.allows(str(error)):
                     _log.error(
                         "the server refuses a statement; will try again",
+                        event="write_refused",
                         exc_info=error,
-                        extra={"event": "write_refused"},
                     )
                 pause_s = backoff.delay_s(failures, first_s=0.1, cap_s=1.0)
                 if give_up.wait(backoff.jittered(pause_s)):

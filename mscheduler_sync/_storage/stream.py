@@ -153,7 +153,8 @@ class StreamReader(Service):
             # Dropped or renamed: it may be there again, without its indexes.
             self.log.warning(
                 "the change stream has ended; opening it again",
-                extra={"event": "stream_ended", "worker_id": self.owner_id},
+                event="stream_ended",
+                worker_id=self.owner_id,
             )
             self.on_end()
             self.pause(backoff.jittered(1.0))
@@ -166,11 +167,9 @@ class StreamReader(Service):
             self._told_about_polling = True
             self.log.warning(
                 "change streams are not to be had here; polling instead",
-                extra={
-                    "event": "polling",
-                    "worker_id": self.owner_id,
-                    "code": error.code,
-                    "error": str(translated(error)),
-                },
+                event="polling",
+                worker_id=self.owner_id,
+                code=error.code,
+                error=str(translated(error)),
             )
         self.pause(REPROBE_S)

@@ -305,9 +305,7 @@ class Claims:
         """
         self._runner.health.note_error(error)
         _log.error(
-            "a job cannot be read",
-            exc_info=error,
-            extra={"event": "job_unreadable", "job_id": ownership.job_id},
+            "a job cannot be read", event="job_unreadable", exc_info=error, job_id=ownership.job_id
         )
         stored = {"type": type(error).__name__, "text": str(error)[:500]}
         with contextlib.suppress(StoreError):

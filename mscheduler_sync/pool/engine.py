@@ -309,7 +309,9 @@ class Engine:
         if report.left:
             _log.warning(
                 "the close ran out of time; these jobs wait for the lease to end",
-                extra={"event": "close_incomplete", "worker_id": self.node, "left": report.left},
+                event="close_incomplete",
+                worker_id=self.node,
+                left=report.left,
             )
         return CloseReport(report.released, report.stopped, report.left, (*alive, *threads))
 

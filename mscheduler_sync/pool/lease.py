@@ -153,7 +153,9 @@ class Lease(Service):
             self._until_s = float("-inf")
         _log.error(
             "the node has lost its lease and stops its jobs",
-            extra={"event": "node_fenced", "worker_id": old, "reason": reason},
+            event="node_fenced",
+            worker_id=old,
+            reason=reason,
         )
         self._on_lost(old, reason)
 
@@ -175,9 +177,7 @@ class Lease(Service):
         if self._log_throttle.allows(type(error)):
             _log.warning(
                 "the lease could not be renewed; will try again",
-                extra={
-                    "event": "lease_renewal_failed",
-                    "worker_id": self.node,
-                    "error": str(error),
-                },
+                event="lease_renewal_failed",
+                worker_id=self.node,
+                error=str(error),
             )

@@ -94,7 +94,9 @@ class Reaper:
         if workers or freed:
             _log.warning(
                 "a dead node's jobs were given back",
-                extra={"event": "dead_node_removed", "worker_id": node, "jobs": freed},
+                event="dead_node_removed",
+                worker_id=node,
+                jobs=freed,
             )
             self._hub.publish(events.DeadNodeRemoved(node=node, jobs=freed))
 

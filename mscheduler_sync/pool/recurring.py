@@ -234,10 +234,7 @@ class Ticker(Recurring):
             self.thread.health.note_error(error)
             _log.error(
                 "the callback of a ticker has failed",
+                event="callback_failed",
                 exc_info=error,
-                extra={
-                    "event": "callback_failed",
-                    "ticker": self.name,
-                    "error_type": type(error).__name__,
-                },
+                ticker=self.name,
             )

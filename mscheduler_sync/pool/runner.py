@@ -290,8 +290,7 @@ class JobRunner:
         The document says that the job is no longer ours.
         """
         _log.warning(
-            "a job was taken away; it is stopped here",
-            extra={"event": "job_lost", "task_key": held.key},
+            "a job was taken away; it is stopped here", event="job_lost", task_key=held.key
         )
         self._call_stop(held)
         self._held.forget(held)
@@ -315,27 +314,17 @@ class JobRunner:
     def _log_failure(self, message: str, event: str, held: HeldJob, error: BaseException) -> None:
         self.health.note_error(error)
         _log.error(
-            message,
-            exc_info=error,
-            extra={
-                "event": event,
-                "worker_id": held.ownership.owner,
-                "task_key": held.key,
-                "error_type": type(error).__name__,
-            },
+            message, event=event, exc_info=error, worker_id=held.ownership.owner, task_key=held.key
         )
 
     def _on_bug(self, key: str, error: BaseException) -> None:
         self.bugs.note_error(error)
         _log.error(
             "a step of a job failed with a programming error",
+            event="component_failed",
             exc_info=error,
-            extra={
-                "event": "component_failed",
-                "component": "steps",
-                "task_key": key,
-                "error_type": type(error).__name__,
-            },
+            component="steps",
+            task_key=key,
         )
 
 

@@ -177,13 +177,4 @@ class Schedule(Recurring):
 
     def _log_failure(self, message: str, event: str, key: str | None, error: Exception) -> None:
         self.thread.health.note_error(error)
-        _log.error(
-            message,
-            exc_info=error,
-            extra={
-                "event": event,
-                "schedule": self.name,
-                "task_key": key,
-                "error_type": type(error).__name__,
-            },
-        )
+        _log.error(message, event=event, exc_info=error, schedule=self.name, task_key=key)

@@ -361,18 +361,11 @@ def logged_events() -> Iterator[tuple[str, str, set[str]]]:
         for call in ast.walk(ast.parse(path.read_text())):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
                 continue
-            extra = next((k.value for k in call.keywords if k.arg == "extra"), None)
-            if isinstance(extra, ast.Dict):
-                keys = [key.value if isinstance(key, ast.Constant) else "" for key in extra.keys]
-                event = extra.values[keys.index("event")]
-                if isinstance(event, ast.Constant):
-                    yield str(event.value), call.func.attr.upper(), {str(k) for k in keys if k}
-            elif isinstance(extra, ast.Call):
-                # `HeldAttempt.log_fields`: the event, then the fields that it adds to its own.
-                (event,) = extra.args
-                if isinstance(event, ast.Constant):
-                    added = {str(keyword.arg) for keyword in extra.keywords}
-                    yield str(event.value), call.func.attr.upper(), added
+            fields = {keyword.arg: keyword.value for keyword in call.keywords}
+            event = fields.pop("event", None)
+            if isinstance(event, ast.Constant):
+                told = {name for name in fields if name not in {None, "exc_info"}}
+                yield str(event.value), call.func.attr.upper(), told
 
 
 def test_every_public_name_is_mentioned() -> None:

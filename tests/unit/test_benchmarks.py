@@ -250,11 +250,11 @@ def test_lost_claims_are_counted_from_the_log() -> None:
     level, propagates = plain.level, plain.propagate
     lost = LostClaims()
     lost.attach()
-    log.debug("claims were lost", extra={"event": "claims_lost", "count": 3})
-    log.debug("a task was claimed", extra={"event": "claimed"})
-    log.debug("claims were lost", extra={"event": "claims_lost", "count": 1})
+    log.debug("claims were lost", event="claims_lost", count=3)
+    log.debug("a task was claimed", event="claimed")
+    log.debug("claims were lost", event="claims_lost", count=1)
     lost.detach()
-    log.error("claims were lost", extra={"event": "claims_lost", "count": 100})
+    log.error("claims were lost", event="claims_lost", count=100)
     assert lost.count == 4
     assert (plain.level, plain.propagate, lost in plain.handlers) == (level, propagates, False)
 

@@ -21,7 +21,7 @@ def test_loggers_are_named_by_component(caplog: pytest.LogCaptureFixture) -> Non
     """
     The names are part of the public surface, whatever file the code is in.
     """
-    logger("watch").warning("polling", extra={"event": "polling"})
+    logger("watch").warning("polling", event="polling")
     assert [(r.name, r.message, r.levelname) for r in caplog.records] == [
         ("mscheduler_sync.watch", "polling", "WARNING")
     ]
@@ -40,7 +40,7 @@ def test_a_handler_that_raises_hurts_nobody() -> None:
     broken = _Broken()
     target.addHandler(broken)
     try:
-        logger("watch").error("told", extra={"event": "told"}, exc_info=OSError("x"))
+        logger("watch").error("told", event="told", exc_info=OSError("x"))
     finally:
         target.removeHandler(broken)
 
@@ -51,7 +51,7 @@ def test_a_program_without_logging_sees_nothing() -> None:
     """
     code = (
         "from mscheduler_sync._runtime.log import logger\n"
-        "logger('store').error('the database is in trouble', extra={})\n"
+        "logger('store').error('the database is in trouble', event='store_trouble')\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
