@@ -258,7 +258,8 @@ class Node:
             JobExists: The key waits or runs already.
             PoolFull: Too many jobs wait for a worker.
             HandlerError: The handler's start has raised; the job is gone.
-            DispatchTimeout: No worker has taken it; it will never start.
+            DispatchTimeout: No worker has taken it in time, or before this node was closed; it will
+                never start.
             PoolClosed: The pool is being shut down.
             StoreError: The database did not answer; the job may or may not be there.
             ValueError, TypeError: A wrong key or payload.

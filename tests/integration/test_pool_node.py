@@ -557,6 +557,27 @@ def test_handlers_may_call_the_node(make: Make) -> None:
     assert stopped.wait(10)
 
 
+def test_a_dispatch_ends_with_its_node(make: Make, database: Database[Document]) -> None:
+    """
+    A job that still waits for a worker is withdrawn at the close, long before its time-out.
+    """
+    node, verdicts = make(client_only=True), []
+
+    def ask() -> None:
+        try:
+            node.dispatch("a", timeout=600)
+        except DispatchTimeout as error:
+            verdicts.append(error.started)
+
+    asking = threading.Thread(target=ask, name="asking", daemon=True)
+    asking.start()
+    wait_until(lambda: database.pool_jobs.count_documents({}), "the job waits")
+    node.close()
+    asking.join(20)
+    assert verdicts == [False]
+    assert database.pool_jobs.count_documents({}) == 0
+
+
 def test_closing_is_final_and_may_be_repeated(make: Make, recorder: Recorder) -> None:
     """
     The jobs are given back; a second close tells the same; calls afterwards are refused.
