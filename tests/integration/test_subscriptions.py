@@ -63,7 +63,8 @@ def test_event_of_a_success_comes_after_it_is_stored(collection: Tasks, producer
             event = events.get(10)
             assert event is not None
             assert event.key is not None
-            assert producer.result(event.key, 0) == int(event.key[1:])
+            assert task_of(producer, event.key).status == "succeeded"
+            assert producer.result(event.key, 10) == int(event.key[1:])
 
 
 def test_subscription_from_before_the_action_misses_nothing(
