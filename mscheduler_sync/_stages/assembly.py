@@ -87,7 +87,7 @@ class Assembly:
         self._store = store
         self._slots = slots
         self._running = running
-        self._drain = Drain(queue, running, store, hub)
+        self._drain = Drain(queue=queue, running=running, store=store, hub=hub)
         routes = Routes(worker_id, names)
         contention = Contention()
         horizon = Horizon()
@@ -104,7 +104,7 @@ class Assembly:
         self.writer = OutcomeWriter(
             owner_id=worker_id,
             store=store,
-            news=OutcomeNews(worker_id, store.clock, hub),
+            news=OutcomeNews(worker_id=worker_id, clock=store.clock, hub=hub),
             held_count=lambda: running.count,
             on_settled=self._settled,
             on_failure=intake.record_failure,

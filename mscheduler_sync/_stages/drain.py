@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import threading
 
+import attrs
+
 from mscheduler_sync._runtime.delay_queue import DelayQueue
 from mscheduler_sync._stages.running import RunningAttempts
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.events import EventHub, QueueDrained
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class Drain:
     """
     Publishes `QueueDrained`, once each time that it becomes true. Thread-safe.
@@ -20,16 +23,13 @@ class Drain:
     the claimer has put its keys down.
     """
 
-    def __init__(
-        self, queue: DelayQueue, running: RunningAttempts, store: TaskStore, hub: EventHub
-    ) -> None:
-        self._queue = queue
-        self._running = running
-        self._store = store
-        self._hub = hub
-        self._lock = threading.Lock()
-        #: How many attempts had begun when it was last told; under _lock.
-        self._told_after = 0
+    _queue: DelayQueue
+    _running: RunningAttempts
+    _store: TaskStore
+    _hub: EventHub
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    #: How many attempts had begun when it was last told; under _lock.
+    _told_after: int = attrs.field(init=False, default=0)
 
     def check(self) -> None:
         if not self._hub.wants(QueueDrained):

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import attrs
+
 from mscheduler_sync._runtime.clock import ServerClock
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._stages.attempt import Failed, Interrupted, Released, Snoozed, Succeeded
@@ -23,15 +25,15 @@ from mscheduler_sync.events import (
 _log: Final = logger("outcome")
 
 
+@attrs.define(eq=False, repr=False, kw_only=True)
 class OutcomeNews:
     """
     Tells of outcomes, to the log and to those who listen. Nothing is made for nobody.
     """
 
-    def __init__(self, worker_id: str, clock: ServerClock, hub: EventHub) -> None:
-        self._worker_id = worker_id
-        self._clock = clock
-        self._hub = hub
+    _worker_id: str
+    _clock: ServerClock
+    _hub: EventHub
 
     def needs_end(self, pending: Pending) -> bool:
         """

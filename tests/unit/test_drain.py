@@ -50,7 +50,12 @@ class Scene:
 def scene() -> Scene:
     queue, attempts, hub = DelayQueue(10), Attempts(), EventHub()
     store: Any = SimpleNamespace(clock=SimpleNamespace(lag_s=LAG_S))
-    drain = Drain(queue, cast(RunningAttempts, attempts), cast(TaskStore, store), hub)
+    drain = Drain(
+        queue=queue,
+        running=cast(RunningAttempts, attempts),
+        store=cast(TaskStore, store),
+        hub=hub,
+    )
     return Scene(queue, attempts, hub, drain)
 
 
