@@ -25,7 +25,6 @@ from mscheduler_sync.events import (
     Event,
     EventHub,
     Subscription,
-    deadline_after,
 )
 from mscheduler_sync.health import Health, take_health
 from mscheduler_sync.invocation import Invocation, invocation_of
@@ -33,6 +32,7 @@ from mscheduler_sync.router import Router
 from mscheduler_sync.settings import (
     ConsumerOptions,
     check_max_workers,
+    deadline_after,
     new_worker_id,
     options_among,
     seconds,

@@ -17,9 +17,10 @@ from typing import Final, Literal
 
 import attrs
 
+from mscheduler_sync.settings import deadline_after
+
 #: Waits are cut into slices, so that Ctrl-C is seen on every system, and no wait overflows.
 _SLICE_S: Final = 1.0
-_FOR_EVER_S: Final = 1000 * 366 * 86_400
 
 
 @attrs.frozen(kw_only=True)
@@ -312,25 +313,3 @@ class EventHub:
             subscriptions, self._subscriptions = self._subscriptions, ()
         for subscription in subscriptions:
             subscription.end()
-
-
-def deadline_after(timeout: float | dt.timedelta | None) -> float:
-    """
-    Return the monotonic time *timeout* seconds from now; None is for ever.
-
-    Raises:
-        TypeError, ValueError: If *timeout* is neither a timedelta nor a number of seconds of at
-            least 0.
-    """
-    if timeout is None:
-        return float("inf")
-    if isinstance(timeout, dt.timedelta):
-        timeout = timeout.total_seconds()
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        msg = f"timeout must be a number of seconds or None, got {timeout!r}"
-        raise TypeError(msg)
-    if not timeout >= 0:
-        msg = f"timeout must be at least 0 seconds, got {timeout!r}"
-        raise ValueError(msg)
-    # An int may be beyond a float; a thousand years are for ever.
-    return float("inf") if timeout > _FOR_EVER_S else time.monotonic() + timeout

@@ -35,7 +35,6 @@ from mscheduler_sync.errors import (
     TaskFailed,
     TaskNotFound,
 )
-from mscheduler_sync.events import deadline_after
 from mscheduler_sync.model import STATUSES, Status, Task
 from mscheduler_sync.sender import (
     WITHOUT_VALUES,
@@ -46,7 +45,7 @@ from mscheduler_sync.sender import (
     checked_key,
     status_of,
 )
-from mscheduler_sync.settings import Duration, choice, options_among, seconds, whole
+from mscheduler_sync.settings import Duration, choice, deadline_after, options_among, seconds, whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -25,6 +26,8 @@ Check = Callable[[Any, str], Any]
 _Options = TypeVar("_Options", bound=attrs.AttrsInstance)
 
 MAX_KEY_BYTES: Final = 512
+#: A longer wait is one without end, in seconds.
+_FOR_EVER_S: Final = 1000 * 366 * 86_400
 #: Longer names of tasks make the index heavy, in characters.
 MAX_NAME_LENGTH: Final = 200
 
@@ -56,6 +59,28 @@ def seconds(
         msg = f"{name} must be {bound} and at most {at_most:g} seconds, got {value!r}"
         raise ValueError(msg)
     return float(value)
+
+
+def deadline_after(timeout: float | dt.timedelta | None) -> float:
+    """
+    Return the monotonic time *timeout* seconds from now; None is for ever.
+
+    Raises:
+        TypeError, ValueError: If *timeout* is neither a timedelta nor a number of seconds of at
+            least 0.
+    """
+    if timeout is None:
+        return float("inf")
+    if isinstance(timeout, dt.timedelta):
+        timeout = timeout.total_seconds()
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        msg = f"timeout must be a number of seconds or None, got {timeout!r}"
+        raise TypeError(msg)
+    if not timeout >= 0:
+        msg = f"timeout must be at least 0 seconds, got {timeout!r}"
+        raise ValueError(msg)
+    # An int may be beyond a float; a thousand years are for ever.
+    return float("inf") if timeout > _FOR_EVER_S else time.monotonic() + timeout
 
 
 def whole(value: object, name: str, low: int, high: int) -> int:

@@ -16,9 +16,9 @@ import attrs
 from mscheduler_sync._runtime.log import Log, logger
 from mscheduler_sync._runtime.service import CrashHandler, Service
 from mscheduler_sync._storage.statement import Document
-from mscheduler_sync.events import deadline_after
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.store import PoolStore
+from mscheduler_sync.settings import deadline_after
 
 _log = logger("pool")
 

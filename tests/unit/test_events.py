@@ -25,8 +25,8 @@ from mscheduler_sync.events import (
     QueueEmpty,
     TaskFound,
     TaskSucceeded,
-    deadline_after,
 )
+from mscheduler_sync.settings import deadline_after
 
 EMPTY = QueueEmpty()
 
