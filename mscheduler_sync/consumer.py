@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Final
 
 import attrs
@@ -22,9 +21,8 @@ from mscheduler_sync._stages.running import RunningAttempts
 from mscheduler_sync._storage.store import TaskStore
 from mscheduler_sync.events import (
     ConsumerStateChanged,
-    Event,
     EventHub,
-    Subscription,
+    EventSource,
 )
 from mscheduler_sync.health import Health, take_health
 from mscheduler_sync.invocation import Invocation, invocation_of
@@ -46,7 +44,7 @@ _SLICE_S: Final = 0.5
 _OWN_CONNECTIONS: Final = 4
 
 
-class Consumer:
+class Consumer(EventSource):
     """
     Runs tasks of one collection in threads of this process.
 
@@ -311,49 +309,14 @@ class Consumer:
             store=self._store,
         )
 
-    # -- events ------------------------------------------------------------------------------
-
-    def subscribe(self, *types: type[Event], buffer: int = 10_000) -> Subscription:
-        """
-        Return a subscription to the events of this consumer, of the given classes or all.
-
-        Subscribe before the action whose events matter; nothing from then on is missed
-        as long as no more than *buffer* events are left unread.
-
-        Raises:
-            TypeError, ValueError: If an argument is wrong.
-        """
-        return self._hub.subscribe(*types, buffer=buffer)
-
-    def wait_for_event(
-        self, predicate: Callable[[Event], object], timeout: float | None = None
-    ) -> Event | None:
-        """
-        Return the first event from now on for which *predicate* is true.
-
-        Blocks up to *timeout* seconds (None: for ever). Returns None after that, and when
-        the consumer stops. To miss nothing between an action and the wait,
-        `subscribe` before the action and use `Subscription.wait_for`.
-
-        Raises:
-            TypeError, ValueError: If *timeout* is wrong. And whatever *predicate* raises.
-        """
-        with self._hub.subscribe() as subscription:
-            return subscription.wait_for(predicate, timeout)
-
     # -- ends --------------------------------------------------------------------------------
 
     def __enter__(self) -> Consumer:
         self._life.ensure_started()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._life.leave(exc)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._life.leave(error)
 
     def __repr__(self) -> str:
         return (

@@ -12,7 +12,6 @@ import datetime as dt
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Final, Literal
 
 import attrs
@@ -232,12 +231,7 @@ class Subscription:
     def __enter__(self) -> Subscription:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     # -- called by the hub -------------------------------------------------------------------
@@ -313,3 +307,39 @@ class EventHub:
             subscriptions, self._subscriptions = self._subscriptions, ()
         for subscription in subscriptions:
             subscription.end()
+
+
+class EventSource:
+    """
+    A consumer or a node, as far as its events go.
+    """
+
+    _hub: EventHub
+
+    def subscribe(self, *types: type[Event], buffer: int = 10_000) -> Subscription:
+        """
+        Return a subscription to the events of this object, of the given classes or all.
+
+        Subscribe before the action whose events matter; nothing from then on is missed
+        as long as no more than *buffer* events are left unread.
+
+        Raises:
+            TypeError, ValueError: If an argument is wrong.
+        """
+        return self._hub.subscribe(*types, buffer=buffer)
+
+    def wait_for_event(
+        self, predicate: Callable[[Event], object], timeout: float | None = None
+    ) -> Event | None:
+        """
+        Return the first event from now on for which *predicate* is true.
+
+        Blocks up to *timeout* seconds (None: for ever). Returns None after that, and when
+        the consumer or node ends. To miss nothing between an action and the wait,
+        `subscribe` before the action and use `Subscription.wait_for`.
+
+        Raises:
+            TypeError, ValueError: If *timeout* is wrong. And whatever *predicate* raises.
+        """
+        with self._hub.subscribe() as subscription:
+            return subscription.wait_for(predicate, timeout)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from pymongo.database import Database
@@ -15,7 +14,7 @@ from mscheduler_sync._runtime.lifecycle import ENDS, Lifecycle, Owner, State
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._runtime.signals import serve
 from mscheduler_sync.errors import PoolClosed
-from mscheduler_sync.events import Event, EventHub, Subscription
+from mscheduler_sync.events import EventHub, EventSource
 from mscheduler_sync.health import crash_text, report_of
 from mscheduler_sync.pool import statements
 from mscheduler_sync.pool.engine import Engine
@@ -35,7 +34,7 @@ from mscheduler_sync.settings import Duration, options_among, seconds, text
 _log = logger("pool")
 
 
-class Node:
+class Node(EventSource):
     """
     A member of a pool of dedicated jobs: each job runs under its key on exactly one worker.
 
@@ -452,32 +451,12 @@ class Node:
             crash=crash_text(self._life.crash),
         )
 
-    def subscribe(self, *types: type[Event], buffer: int = 10_000) -> Subscription:
-        """
-        Return a subscription to the events of this node, of the given classes or all.
-        """
-        return self._hub.subscribe(*types, buffer=buffer)
-
-    def wait_for_event(
-        self, predicate: Callable[[Event], object], timeout: float | None = None
-    ) -> Event | None:
-        """
-        Return the first event from now on for which *predicate* is true, or None in the end.
-        """
-        with self._hub.subscribe() as subscription:
-            return subscription.wait_for(predicate, timeout)
-
     def __enter__(self) -> Node:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._life.leave(exc)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._life.leave(error)
 
     def __repr__(self) -> str:
         return f"Node({self.pool!r}, id={self.id!r}, state={self.state!r})"
