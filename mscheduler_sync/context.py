@@ -58,8 +58,8 @@ class TaskContext:
         """
         Raise `LeaseLost` once the attempt should end early; otherwise do nothing.
 
-        Left uncaught it ends the attempt in the way that fits the reason: released
-        without using an attempt, cancelled, or timed out.
+        Left uncaught it ends the attempt in the way that fits the reason: failed after a lost
+        lease or a time-out, else released without using an attempt.
         """
         if self.cancelled.is_set():
             raise LeaseLost(self.key, self.running_id, self._reason or "lease_lost")

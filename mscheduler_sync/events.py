@@ -80,7 +80,7 @@ class AttemptStarted(Event):
 @attrs.frozen(kw_only=True)
 class AttemptEnded(Event):
     """
-    An attempt has succeeded or failed. Not told after a lost lease or a release.
+    The success or the failure of an attempt is stored. Not told of one that was lost or released.
     """
 
     key: str
@@ -145,7 +145,7 @@ class TaskQuarantined(Event):
 @attrs.frozen(kw_only=True)
 class ConsumerStateChanged(Event):
     """
-    The consumer itself: starting, running, stopping, stopped or crashed.
+    The consumer itself: *state* is now running, stopping, stopped or crashed.
     """
 
     state: str

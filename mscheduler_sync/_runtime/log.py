@@ -2,7 +2,7 @@
 Loggers and the rate limit of repeated messages.
 
 Loggers are named by component, which is part of the public surface:
-``mscheduler_sync.{watch,fetch,claim,execute,heartbeat,outcome,consumer,store}``.
+``mscheduler_sync.{watch,fetch,claim,execute,heartbeat,outcome,consumer,store,app,pool}``.
 Messages are constant; values stand in the record's fields (``event``,
 ``worker_id``, ``task_key``, ``running_id``, ...). Params and results are never logged.
 """
