@@ -62,7 +62,7 @@ class Consumer(EventSource):
         around: Called without arguments in the executing thread before each function; the
             context manager that it returns is entered around the function.
         watch: False polls only and opens no change stream.
-        poll_interval: The pause between two looks without a change stream.
+        poll_interval: The pause between two passes without a change stream.
         queue_limit: How many found tasks are held in memory.
         stop_timeout: How long `stop`, leaving the ``with`` block, a signal and the
             interpreter's exit wait for running functions.
@@ -144,7 +144,7 @@ class Consumer(EventSource):
 
     def wait_started(self, timeout: float | None = None) -> bool:
         """
-        Wait until the first look at the database is done; return whether it is.
+        Wait until the first pass over the database is done; return whether it is.
 
         Blocks up to *timeout* seconds (None: for ever, or until the consumer stops).
         """
@@ -250,7 +250,7 @@ class Consumer(EventSource):
         return False
 
     def _is_quiet(self) -> bool:
-        # In the order in which a key moves on, so that none slips through between two looks.
+        # In the order in which a key moves on, so that none slips through between two checks.
         # What has just been sent may be due on the server, and not yet by our clock.
         is_idle = self._queue.is_idle(self._store.clock.lag_s)
         return is_idle and not self._slots.taken and self._running.count == 0

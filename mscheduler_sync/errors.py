@@ -114,14 +114,14 @@ class StoreUnavailable(StoreError):
 
 class StoreRejected(StoreError):
     """
-    The database answered with an error that repeating will not mend: a missing
+    The database answered with an error that repeating does not change: a missing
     privilege, a document that is too large, a statement that it does not know.
     """
 
 
 class ComponentCrashed(MSchedulerError):
     """
-    A background part of the consumer failed again and again with a programming
+    A component of the consumer failed again and again with a programming
     error; the consumer has stopped. The last failure is the ``__cause__``.
     """
 

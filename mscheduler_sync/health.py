@@ -22,7 +22,7 @@ from mscheduler_sync._storage.store import TaskStore
 @attrs.frozen
 class ComponentReport:
     """
-    The state of one background part.
+    The state of one component: a background thread of the consumer.
     """
 
     alive: bool

@@ -71,7 +71,7 @@ def logger(component: str) -> Log:
 
 class LogThrottle:
     """
-    Remembers what was complained of, so that each thing is logged once per interval.
+    Remembers what was logged, so that each subject is logged once per interval.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LogThrottle:
 
     def allows(self, subject: object) -> bool:
         """
-        Return whether *subject* was not complained of within the interval, and note it.
+        Return whether *subject* was not logged within the interval, and note that it is now.
         """
         with self._lock:
             if subject in self._seen:

@@ -25,7 +25,7 @@ CrashHandler = Callable[[str, BaseException], None]
 @attrs.define
 class ComponentHealth:
     """
-    The last error of a part and how many it has had in a row.
+    The last error of a component and how many it has had in a row.
     """
 
     last_error: str | None = None
@@ -60,7 +60,7 @@ class Service:
     Stopping before starting, or twice, is fine. Subclasses give the first three fields a default.
     """
 
-    #: Short enough that all parts work again within 10 s of a server's return.
+    #: Short enough that all components work again within 10 s of a server's return.
     longest_pause_s: ClassVar[float] = 8.0
 
     #: In records, reports and health.

@@ -22,7 +22,7 @@ _log = logger("heartbeat")
 
 #: The crate allows a heartbeat interval of 0.
 _SHORTEST_INTERVAL_S: Final = 0.01
-#: The part of a lease that is not believed: clocks and their steps (DESIGN: settable).
+#: The share of a lease, at its end, that is not trusted: clocks differ, and jump at a failover.
 _MARGIN_SHARE, _MARGIN_LEAST_S, _MARGIN_MOST_SHARE = 0.1, 2.0, 0.25
 
 

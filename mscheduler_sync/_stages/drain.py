@@ -39,7 +39,7 @@ class Drain:
             begun = self._running.begun
             if begun == self._told_after or self._running.count:
                 return
-            # In the order in which a key moves on, so that none slips through between two looks.
+            # In the order in which a key moves on, so that none slips through between two checks.
             if self._queue.is_idle(self._store.clock.lag_s) and not self._running.count:
                 self._told_after = begun
                 self._hub.publish(QueueDrained())

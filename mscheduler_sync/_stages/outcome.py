@@ -1,5 +1,5 @@
 """
-Stores how attempts ended, together, fenced, again and again until it is known; then tells.
+Stores how attempts ended: in batches, fenced, tried until the result is known; then tells.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class OutcomeWriter(Service):
         """
         Give back a claim that never became an attempt. Never blocks.
 
-        Returns False if this part has stopped, and nothing will be written.
+        Returns False if the writer has stopped, and nothing will be written.
         """
         with self._changed:
             if self._closing:

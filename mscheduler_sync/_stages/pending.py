@@ -1,5 +1,5 @@
 """
-Outcomes on their way: which go together in one statement, what it says, and whether it was applied.
+Outcomes on their way: which share a statement, what it says, and whether it was applied.
 """
 
 from __future__ import annotations
