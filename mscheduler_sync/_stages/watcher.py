@@ -56,7 +56,7 @@ class Watcher(StreamReader):
         # The collection may be a new one by the next pass.
         self._store.forget_indexes()
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: Mapping[str, Any]) -> None:
         if self._store.clock.offset_s is None:
             self._fetcher.request_pass()
             return

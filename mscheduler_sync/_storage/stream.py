@@ -68,7 +68,10 @@ class StreamReader(Service):
     def watched(self) -> Watched:
         raise NotImplementedError
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """
+        Hook: the stream has brought *event*. What is raised here is treated as in `step`.
+        """
         raise NotImplementedError
 
     def on_open(self) -> None:
@@ -148,7 +151,7 @@ class StreamReader(Service):
             self.health.note_success()
             if event is not None:
                 self.last_event_at_s = time.monotonic()
-                self.take(event)
+                self.on_event(event)
         if not self.stopping:
             # Dropped or renamed: it may be there again, without its indexes.
             self.log.warning(

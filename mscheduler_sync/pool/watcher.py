@@ -143,7 +143,7 @@ class PoolWatcher(StreamReader):
         if self._listener is not None:
             self._listener.rescan()
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: Mapping[str, Any]) -> None:
         prefix = self._store.pool + statements.SEPARATOR
         document_key = event.get("documentKey")
         job_id = document_key.get("_id") if isinstance(document_key, Mapping) else None

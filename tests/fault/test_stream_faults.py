@@ -331,15 +331,15 @@ def test_an_event_that_cannot_be_handled(
         assert consumer._assembly is not None
         watcher = consumer._assembly.watcher
         assert watcher is not None
-        take = watcher.take
+        on_event = watcher.on_event
         broken = iter([True])
 
         def break_once(_: Watcher, event: Mapping[str, Any]) -> None:
             if next(broken, False):
                 raise TypeError("as told")
-            take(event)
+            on_event(event)
 
-        monkeypatch.setattr(Watcher, "take", break_once)
+        monkeypatch.setattr(Watcher, "on_event", break_once)
         scene.send("task")
         scene.wait_status("task", "succeeded", SOON_S)
         wait_streaming(scene)
