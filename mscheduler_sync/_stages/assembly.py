@@ -106,7 +106,7 @@ class Assembly:
             store=store,
             news=OutcomeNews(worker_id=worker_id, clock=store.clock, hub=hub),
             held_count=lambda: running.count,
-            on_settled=self._settled,
+            on_done=self._on_done,
             on_failure=intake.record_failure,
             on_crash=on_crash,
         )
@@ -174,8 +174,8 @@ class Assembly:
             )
             self.services.append(self.watcher)
 
-    def _settled(self, attempt: HeldAttempt, outcome: Outcome, verdict: Verdict) -> None:
-        self._running.settled(attempt, outcome, verdict)
+    def _on_done(self, attempt: HeldAttempt, outcome: Outcome, verdict: Verdict) -> None:
+        self._running.forget(attempt, outcome, verdict)
         self._drain.check()
 
     def start(self) -> None:

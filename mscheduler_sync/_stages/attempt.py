@@ -117,7 +117,7 @@ class HeldAttempt:
     #: Wakes whoever sends its heartbeats: there may be something to learn, or nothing to do.
     wake: threading.Event = attrs.field(init=False, factory=threading.Event)
     #: Nothing more is to be written for it.
-    settled: bool = attrs.field(init=False, default=False)
+    done: bool = attrs.field(init=False, default=False)
     #: A stop has given it up: a late outcome is not written.
     abandoned: bool = attrs.field(init=False, default=False)
     #: The executor's thread has been replaced by another slot.

@@ -19,7 +19,7 @@ class Drain:
     """
     Publishes `QueueDrained`, once each time that it becomes true. Thread-safe.
 
-    `check` is to be called after each step that may make it true: an attempt was settled, or
+    `check` is to be called after each step that may make it true: an attempt is done, or
     the claimer has put its keys down.
     """
 

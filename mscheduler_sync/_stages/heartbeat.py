@@ -59,7 +59,7 @@ class Heartbeat:
             self._fail(error, progress)
             return True
         self.is_failing = False
-        if attempt.settled:
+        if attempt.done:
             return False
         fields = decode_fields(found[0]) if found else {}
         if not matched and not _is_open(fields, attempt.running_id):

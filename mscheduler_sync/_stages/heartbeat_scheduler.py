@@ -66,7 +66,7 @@ class HeartbeatScheduler(Service):
 
     def add(self, attempt: HeldAttempt) -> None:
         """
-        Watch *attempt* until it is settled or abandoned.
+        Watch *attempt* until it is done or abandoned.
         """
         claimed_s = attempt.claimed_at_s
         self._schedule(claimed_s + attempt.heartbeat_interval_s, attempt, self._begin_sending)
@@ -119,7 +119,7 @@ class HeartbeatScheduler(Service):
             if self._closing:
                 return
             _, _, attempt, action = heapq.heappop(self._agenda)
-        if not (attempt.settled or attempt.abandoned):
+        if not (attempt.done or attempt.abandoned):
             action(attempt)
 
     def _schedule(
@@ -127,7 +127,7 @@ class HeartbeatScheduler(Service):
     ) -> None:
         with self._changed:
             if len(self._agenda) >= self._prune_at:
-                self._agenda = [entry for entry in self._agenda if not entry[2].settled]
+                self._agenda = [entry for entry in self._agenda if not entry[2].done]
                 heapq.heapify(self._agenda)
                 self._prune_at = max(_PRUNE_FROM, 2 * len(self._agenda))
             item = (at_s, next(self._sequence), attempt, action)
@@ -242,7 +242,7 @@ class HeartbeatScheduler(Service):
         with self._changed:
             return not (
                 self._closing
-                or attempt.settled
+                or attempt.done
                 or attempt.abandoned
                 or (attempt.timed_out and not attempt.ended)
             )

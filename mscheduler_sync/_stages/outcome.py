@@ -49,7 +49,7 @@ class OutcomeWriter(Service):
     """
     The outcome writer's thread; see the module.
 
-    *on_settled* is called, in this thread, once nothing more will be written for an
+    *on_done* is called, in this thread, once nothing more will be written for an
     attempt; *on_failure* after a failure was stored, with the monotonic time of the retry.
     """
 
@@ -59,7 +59,7 @@ class OutcomeWriter(Service):
     _store: TaskStore
     _news: OutcomeNews
     _held_count: Callable[[], int]
-    _on_settled: Callable[[HeldAttempt, Outcome, Verdict], None]
+    _on_done: Callable[[HeldAttempt, Outcome, Verdict], None]
     _on_failure: Callable[[str, float], None]
     #: Keys of claims that a stop gave back before they became attempts; this thread adds.
     claims_given_back: list[str] = attrs.field(init=False, factory=list)
@@ -273,7 +273,7 @@ class OutcomeWriter(Service):
                 self._pending.append(again)
         else:
             pending.verdict = "lost"
-            self._settle(pending)
+            self._mark_done(pending)
 
     def _finish_all(self, decided: Sequence[Pending]) -> None:
         for pending in decided:
@@ -292,10 +292,10 @@ class OutcomeWriter(Service):
             elif pending.attempt is None and outcome == Released("shutdown"):
                 self.claims_given_back.append(pending.key)
         self._news.tell(pending, retry_at_s)
-        self._settle(pending)
+        self._mark_done(pending)
 
-    def _settle(self, pending: Pending) -> None:
+    def _mark_done(self, pending: Pending) -> None:
         if pending.attempt is not None and pending.verdict is not None:
-            pending.attempt.settled = True
+            pending.attempt.done = True
             pending.attempt.wake.set()
-            self._on_settled(pending.attempt, pending.outcome, pending.verdict)
+            self._on_done(pending.attempt, pending.outcome, pending.verdict)

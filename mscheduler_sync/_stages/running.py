@@ -2,7 +2,7 @@
 The attempts of this consumer, from the claim until nothing more is to be written for them.
 
 The claimer starts them here, the executor says when their functions have ended, and the outcome
-writer when they are settled.
+writer when nothing more is to be written for them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RunningAttempts:
         if not (was_stuck and attempt.slot_replaced):
             self._slots.give_back()
 
-    def settled(self, attempt: HeldAttempt, outcome: Outcome, verdict: Verdict) -> None:
+    def forget(self, attempt: HeldAttempt, outcome: Outcome, verdict: Verdict) -> None:
         """
         Nothing more will be written for *attempt*.
         """
@@ -170,7 +170,7 @@ class RunningAttempts:
 
     def holds(self, key: str) -> bool:
         """
-        Whether an attempt of the task *key* is here whose end is not settled.
+        Whether an attempt of the task *key* is here for which something is still to be written.
 
         If so, *on_free* is called with the key once that is so no more.
         """
