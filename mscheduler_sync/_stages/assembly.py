@@ -111,7 +111,7 @@ class Assembly:
             on_crash=on_crash,
         )
         self._heartbeats = HeartbeatScheduler(
-            owner_id=worker_id, store=store, on_stuck=running.give_up, on_crash=on_crash
+            owner_id=worker_id, store=store, on_stuck=running.mark_stuck, on_crash=on_crash
         )
         self.executor = Executor(
             worker_id=worker_id,

@@ -25,7 +25,7 @@ from mscheduler_sync._stages.attempt import (
 )
 from mscheduler_sync._stages.outcome_news import OutcomeNews
 from mscheduler_sync._stages.pending import (
-    Pending,
+    PendingOutcome,
     Verdict,
     groups_of,
     retry_delay_s,
@@ -65,8 +65,8 @@ class OutcomeWriter(Service):
     claims_given_back: list[str] = attrs.field(init=False, factory=list)
     _changed: threading.Condition = attrs.field(init=False, factory=threading.Condition)
     # All under _changed.
-    _pending: list[Pending] = attrs.field(init=False, factory=list)
-    _writing: list[Pending] = attrs.field(init=False, factory=list)
+    _pending: list[PendingOutcome] = attrs.field(init=False, factory=list)
+    _writing: list[PendingOutcome] = attrs.field(init=False, factory=list)
     _enough: int = attrs.field(init=False, default=1)
     _closing: bool = attrs.field(init=False, default=False)
 
@@ -76,7 +76,7 @@ class OutcomeWriter(Service):
         """
         Store *outcome*. Never blocks.
         """
-        pending = Pending(
+        pending = PendingOutcome(
             attempt.key,
             attempt.running_id,
             outcome,
@@ -95,10 +95,10 @@ class OutcomeWriter(Service):
         with self._changed:
             if self._closing:
                 return False
-        self._add(Pending(key, running_id, why, None))
+        self._add(PendingOutcome(key, running_id, why, None))
         return True
 
-    def _add(self, pending: Pending) -> None:
+    def _add(self, pending: PendingOutcome) -> None:
         with self._changed:
             self._pending.append(pending)
             # A wake-up costs more than the outcome: only the first and the last needed one do.
@@ -166,7 +166,7 @@ class OutcomeWriter(Service):
             timeout_s = min(timeout_s, 0.2)
         return super().pause(timeout_s)
 
-    def _gather(self) -> list[Pending]:
+    def _gather(self) -> list[PendingOutcome]:
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._closing)
             if not self._pending:
@@ -189,7 +189,7 @@ class OutcomeWriter(Service):
             self._writing = chosen
             return chosen
 
-    def _write(self, batch: Sequence[Pending]) -> None:
+    def _write(self, batch: Sequence[PendingOutcome]) -> None:
         refusal: StoreRejected | None = None
         for group in groups_of([pending for pending in batch if pending.verdict is None]):
             try:
@@ -212,16 +212,17 @@ class OutcomeWriter(Service):
                 for pending in sent:
                     pending.verdict = "stored"
             else:
-                self._look_at([pending for pending in sent if pending.verdict is None])
-            self._finish_all([pending for pending in sent if not self._news.needs_end(pending)])
-        asked = [pending for pending in batch if pending.verdict is not None and not pending.done]
-        if asked:
-            self._look_at(asked)
-            self._finish_all(asked)
+                self._read_back([pending for pending in sent if pending.verdict is None])
+            self._finish_all([pending for pending in sent if not self._news.must_know_end(pending)])
+        # Somebody listens for the ends of these tasks.
+        unread = [pending for pending in batch if pending.verdict is not None and not pending.done]
+        if unread:
+            self._read_back(unread)
+            self._finish_all(unread)
         if refusal is not None:
             raise refusal
 
-    def _look_at(self, sent: Sequence[Pending]) -> None:
+    def _read_back(self, sent: Sequence[PendingOutcome]) -> None:
         """
         Read what has become of outcomes that were sent, and of their tasks.
         """
@@ -242,7 +243,7 @@ class OutcomeWriter(Service):
             pending.ended = ended_by(found.get(pending.key, {}), pending.running_id)
             pending.is_end_known = True
 
-    def _on_refused(self, pending: Pending, problem: str) -> None:
+    def _on_refused(self, pending: PendingOutcome, problem: str) -> None:
         """
         The server refuses this one statement: without its progress, or as a failure, or not at all.
         """
@@ -268,19 +269,21 @@ class OutcomeWriter(Service):
         )
         if isinstance(pending.outcome, Succeeded):
             pending.outcome = Failed(failure.bounded(f"UnstorableResult: {problem}"), for_good=True)
-            again = Pending(pending.key, pending.running_id, pending.outcome, pending.attempt)
+            again = PendingOutcome(
+                pending.key, pending.running_id, pending.outcome, pending.attempt
+            )
             with self._changed:
                 self._pending.append(again)
         else:
             pending.verdict = "lost"
             self._mark_done(pending)
 
-    def _finish_all(self, decided: Sequence[Pending]) -> None:
+    def _finish_all(self, decided: Sequence[PendingOutcome]) -> None:
         for pending in decided:
             self._finish(pending)
             pending.done = True
 
-    def _finish(self, pending: Pending) -> None:
+    def _finish(self, pending: PendingOutcome) -> None:
         reach("before_event")
         outcome = pending.outcome
         if isinstance(outcome, Interrupted):
@@ -294,7 +297,7 @@ class OutcomeWriter(Service):
         self._news.tell(pending, retry_at_s)
         self._mark_done(pending)
 
-    def _mark_done(self, pending: Pending) -> None:
+    def _mark_done(self, pending: PendingOutcome) -> None:
         if pending.attempt is not None and pending.verdict is not None:
             pending.attempt.done = True
             pending.attempt.wake.set()

@@ -11,7 +11,7 @@ import attrs
 from mscheduler_sync._runtime.clock import ServerClock
 from mscheduler_sync._runtime.log import logger
 from mscheduler_sync._stages.attempt import Failed, Interrupted, Released, Snoozed, Succeeded
-from mscheduler_sync._stages.pending import Pending
+from mscheduler_sync._stages.pending import PendingOutcome
 from mscheduler_sync.events import (
     AttemptEnded,
     AttemptLost,
@@ -35,16 +35,16 @@ class OutcomeNews:
     _clock: ServerClock
     _hub: EventHub
 
-    def needs_end(self, pending: Pending) -> bool:
+    def must_know_end(self, pending: PendingOutcome) -> bool:
         """
-        Whether it must be asked first if this outcome has ended its task: somebody listens.
+        Whether it must be read first if this outcome has ended its task: somebody listens for that.
         """
         if pending.is_end_known or isinstance(pending.outcome, Interrupted):
             return False
         is_success = isinstance(pending.outcome, Succeeded)
         return self._hub.wants(TaskFinished) or (is_success and self._hub.wants(TaskSucceeded))
 
-    def tell(self, pending: Pending, retry_at_s: float) -> None:
+    def tell(self, pending: PendingOutcome, retry_at_s: float) -> None:
         """
         Tell of *pending*, whose verdict is known; a failed task is tried again at *retry_at_s*.
         """
@@ -83,13 +83,13 @@ class OutcomeNews:
         if pending.ended is not None and self._hub.wants(TaskFinished):
             self._hub.publish(TaskFinished(key=key, status=pending.ended))
 
-    def _tell_end_of_attempt(self, pending: Pending, *, succeeded: bool) -> None:
+    def _tell_end_of_attempt(self, pending: PendingOutcome, *, succeeded: bool) -> None:
         if self._hub.wants(AttemptEnded):
             self._hub.publish(
                 AttemptEnded(key=pending.key, running_id=pending.running_id, succeeded=succeeded)
             )
 
-    def _may_run_again(self, pending: Pending, outcome: Failed) -> bool:
+    def _may_run_again(self, pending: PendingOutcome, outcome: Failed) -> bool:
         """
         Whether another attempt is to be expected, and it is known when.
         """

@@ -34,9 +34,9 @@ Verdict = Literal["stored", "lost"]
 
 
 @attrs.define(eq=False)
-class Pending:
+class PendingOutcome:
     """
-    One outcome on its way.
+    One outcome on its way to the document.
     """
 
     key: str
@@ -76,12 +76,12 @@ def retry_delay_s(options: TaskOptions, attempt_number: int, outcome: Outcome) -
     return min(cap_s, grown_s * random.uniform(1.0 - spread, 1.0 + spread))
 
 
-def groups_of(batch: Sequence[Pending]) -> list[list[Pending]]:
+def groups_of(batch: Sequence[PendingOutcome]) -> list[list[PendingOutcome]]:
     """
     Split *batch* into what one statement can say: one kind, bounded in size, progress alone.
     """
-    groups: list[list[Pending]] = []
-    open_groups: dict[type[Outcome], list[Pending]] = {}
+    groups: list[list[PendingOutcome]] = []
+    open_groups: dict[type[Outcome], list[PendingOutcome]] = {}
     sizes: dict[type[Outcome], int] = {}
     for pending in batch:
         kind = type(pending.outcome)
@@ -98,7 +98,7 @@ def groups_of(batch: Sequence[Pending]) -> list[list[Pending]]:
     return groups
 
 
-def store_outcomes(store: TaskStore, group: Sequence[Pending]) -> BatchResult:
+def store_outcomes(store: TaskStore, group: Sequence[PendingOutcome]) -> BatchResult:
     """
     Store the outcomes of *group*, all of one kind, and note which are known to end their tasks.
     """
@@ -116,7 +116,7 @@ def store_outcomes(store: TaskStore, group: Sequence[Pending]) -> BatchResult:
     return store.update_batch(_statement_of, group)
 
 
-def _statement_of(group: Sequence[Pending]) -> Update:
+def _statement_of(group: Sequence[PendingOutcome]) -> Update:
     refs = [(pending.key, pending.running_id) for pending in group]
     progress = group[0].progress
     first = group[0].outcome
@@ -137,7 +137,7 @@ def _statement_of(group: Sequence[Pending]) -> Update:
     return statements.attempts.release(refs, progress=progress)
 
 
-def verdict_on(pending: Pending, attempts: Sequence[Attempt] | None) -> Verdict:
+def verdict_on(pending: PendingOutcome, attempts: Sequence[Attempt] | None) -> Verdict:
     """
     Say from the document whether *pending* was applied (perhaps by an earlier try) or lost.
     """

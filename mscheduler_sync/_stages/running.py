@@ -125,7 +125,7 @@ class RunningAttempts:
         if is_wanted:
             self._on_free(attempt.key)
 
-    def give_up(self, attempt: HeldAttempt) -> None:
+    def mark_stuck(self, attempt: HeldAttempt) -> None:
         """
         Store the time-out of a function that does not end, and replace its slot up to a limit.
         """
