@@ -56,7 +56,7 @@ class Attempt:
     @property
     def is_open(self) -> bool:
         """
-        No outcome stands. Whether its lease has lapsed is for the reader to compare.
+        No outcome stands. Whether its lease has expired is for the reader to compare.
         """
         return self.succeeded_at is None and self.failed_at is None
 

@@ -28,7 +28,7 @@ _MARGIN_SHARE, _MARGIN_LEAST_S, _MARGIN_MOST_SHARE = 0.1, 2.0, 0.25
 
 def lease_margin_s(lease_s: float, setting_s: float | None = None) -> float:
     """
-    Return how long before its end a lease is no longer believed, in seconds.
+    Return how long before its end a lease is no longer trusted, in seconds.
 
     A tenth of it, at least 2 s, never above a quarter; *setting_s* replaces the tenth and the 2 s.
     """
@@ -92,7 +92,7 @@ class HeldAttempt:
     One attempt of this process, from the claim until its outcome is stored.
 
     Written by: the claimer (making it), the executor's thread (`ended`), its
-    heartbeat (`held_until_s`, `options`), the function through its context (`set_progress`).
+    heartbeat (`trusted_until_s`, `options`), the function through its context (`set_progress`).
     """
 
     key: str
@@ -110,8 +110,8 @@ class HeldAttempt:
     _value_limit_bytes: int
     _deadline: dt.datetime | None
     context: TaskContext = attrs.field(init=False)
-    #: Until when the lease is believed, on the monotonic clock.
-    held_until_s: float = attrs.field(init=False)
+    #: Until when the lease is trusted, on the monotonic clock.
+    trusted_until_s: float = attrs.field(init=False)
     #: Set once the executor has an outcome.
     ended: bool = attrs.field(init=False, default=False)
     #: Wakes whoever sends its heartbeats: there may be something to learn, or nothing to do.
@@ -129,7 +129,7 @@ class HeldAttempt:
     _progress: object = attrs.field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        self.held_until_s = self._believed_until_s(self.claimed_at_s)
+        self.trusted_until_s = self._trusted_until_s(self.claimed_at_s)
         self.context = TaskContext(
             key=self.key,
             name=self.name,
@@ -161,9 +161,9 @@ class HeldAttempt:
         """
         A heartbeat that was first sent at *sent_at_s* has been acknowledged.
         """
-        self.held_until_s = max(self.held_until_s, self._believed_until_s(sent_at_s))
+        self.trusted_until_s = max(self.trusted_until_s, self._trusted_until_s(sent_at_s))
 
-    def _believed_until_s(self, sent_at_s: float) -> float:
+    def _trusted_until_s(self, sent_at_s: float) -> float:
         lease_s = self.options.lease
         return sent_at_s + lease_s - lease_margin_s(lease_s, self._margin_s)
 

@@ -128,7 +128,7 @@ class Claimer(Service):
         """
         Leave out what is held here; after lost claims, also what others have taken meanwhile.
         """
-        # A lease that lapsed while the store was slow is ours to renew, not to take over: the
+        # A lease that expired while the store was slow is ours to renew, not to take over: the
         # function runs here, or its outcome is on its way. The key is requeued after that.
         entries = [entry for entry in entries if not self._holds(entry.key)]
         is_deferred = bool(entries and entries[0].defer_s)
@@ -215,7 +215,7 @@ class Claimer(Service):
         if not any(a.running_id == won.running_id and a.is_open for a in won.attempts):
             return False
         attempt = self._held(won, sent_at_s)
-        if self.stopping or time.monotonic() >= attempt.held_until_s:
+        if self.stopping or time.monotonic() >= attempt.trusted_until_s:
             self._give_back((won.key, won.running_id), "shutdown" if self.stopping else "late")
             return False
         _log.debug(

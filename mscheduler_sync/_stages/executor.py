@@ -197,7 +197,7 @@ def _outcome_of(error: BaseException, attempt: HeldAttempt) -> Outcome:
         return _timed_out(attempt)
     if isinstance(error, LeaseLost) and context.reason is not None:
         if context.reason == "lease_lost":
-            # Counted: a task whose leases lapse again and again must come to an end.
+            # Counted: a task whose leases expire again and again must come to an end.
             return Failed("LeaseLost: the lease was not renewed in time, and the function ended")
         return Released(context.reason)
     _log.info(

@@ -137,10 +137,10 @@ class HeartbeatScheduler(Service):
 
     def _check_lease(self, attempt: HeldAttempt) -> None:
         """
-        The lease is no longer believed: tell the function. It may still be ours: sending goes on.
+        The lease is no longer trusted: tell the function. It may still be ours: sending goes on.
         """
-        if time.monotonic() < attempt.held_until_s:
-            self._schedule(attempt.held_until_s, attempt, self._check_lease)
+        if time.monotonic() < attempt.trusted_until_s:
+            self._schedule(attempt.trusted_until_s, attempt, self._check_lease)
         elif not attempt.ended:
             attempt.ask_to_end("lease_lost", "the lease was not renewed in time")
 
@@ -168,7 +168,7 @@ class HeartbeatScheduler(Service):
                 return
             self._sending.add(attempt)
             # Only now: most attempts end before their first heartbeat and need no such entry.
-            self._schedule(attempt.held_until_s, attempt, self._check_lease)
+            self._schedule(attempt.trusted_until_s, attempt, self._check_lease)
         self._assign(attempt)
 
     def _assign(self, attempt: HeldAttempt) -> None:

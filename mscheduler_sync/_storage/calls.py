@@ -72,7 +72,7 @@ def _text(error: PyMongoError) -> str:
     return f"{type(error).__name__}: {details['errmsg']} (code {details.get('code')}, {name})"[:500]
 
 
-def trusted(collection: Collection[Any]) -> Collection[RawBSONDocument]:
+def with_own_settings(collection: Collection[Any]) -> Collection[RawBSONDocument]:
     """
     Return *collection* with the library's own settings; documents leave it undecoded.
     """

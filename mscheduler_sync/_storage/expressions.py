@@ -146,7 +146,7 @@ def settle(
     reason: str, *, elapsed_since_outage_ms: int | None, sent_at: dt.datetime | None = None
 ) -> list[Stage]:
     """
-    End every open attempt whose lease has lapsed: it becomes a failed one with *reason*.
+    End every open attempt whose lease has expired: it becomes a failed one with *reason*.
 
     One that a stopping worker marked as interrupted is removed and counted as
     released instead. Within *elapsed_since_outage_ms* after an outage of the
@@ -154,14 +154,14 @@ def settle(
     `OUTAGE_PATIENCE_MS`, so that a living owner can speak first. A statement that was *sent_at*
     more than `SLOW_CALL_MS` ago has itself sat an outage out, and settles nothing either.
     """
-    lapsed: list[Expr] = [E_OPEN, {"$lte": ["$$e.ping_expire_time", NOW]}]
+    expired: list[Expr] = [E_OPEN, {"$lte": ["$$e.ping_expire_time", NOW]}]
     if elapsed_since_outage_ms is not None:
         patience_ms = {"$max": ["$task_option.ping_interval_ms", OUTAGE_PATIENCE_MS]}
-        lapsed.append({"$lte": [patience_ms, elapsed_since_outage_ms]})
+        expired.append({"$lte": [patience_ms, elapsed_since_outage_ms]})
     if sent_at is not None:
-        believed_until = sent_at + dt.timedelta(milliseconds=SLOW_CALL_MS)
-        lapsed.append({"$lte": [NOW, literal(believed_until)]})
-    interrupted: Expr = {"$and": [{"$eq": ["$$e.interrupted", True]}, *lapsed]}
+        in_time_until = sent_at + dt.timedelta(milliseconds=SLOW_CALL_MS)
+        expired.append({"$lte": [NOW, literal(in_time_until)]})
+    interrupted: Expr = {"$and": [{"$eq": ["$$e.interrupted", True]}, *expired]}
     as_failed: Expr = {
         "$mergeObjects": [
             "$$e",
@@ -175,7 +175,7 @@ def settle(
                     "$add": [number_at("counters.released"), {"$size": attempts_where(interrupted)}]
                 },
                 ATTEMPTS: attempts_mapped(
-                    {"$cond": [{"$and": lapsed}, as_failed, "$$e"]},
+                    {"$cond": [{"$and": expired}, as_failed, "$$e"]},
                     source=attempts_where({"$not": [interrupted]}),
                 ),
             }

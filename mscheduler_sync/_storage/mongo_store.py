@@ -22,7 +22,7 @@ from pymongo.errors import BulkWriteError, DocumentTooLarge, DuplicateKeyError, 
 
 from mscheduler_sync._runtime import backoff
 from mscheduler_sync._runtime.log import logger
-from mscheduler_sync._storage.calls import CALL_TIMEOUT_S, ServerCalls, trusted
+from mscheduler_sync._storage.calls import CALL_TIMEOUT_S, ServerCalls, with_own_settings
 from mscheduler_sync._storage.codec import envelope
 from mscheduler_sync._storage.server_codes import DUPLICATE_KEY
 from mscheduler_sync._storage.statement import Delete, Document, Find, Index, Insert, Update
@@ -65,7 +65,7 @@ class MongoStore(ServerCalls):
         self.codec_options: Final = codec_options or database.codec_options
         #: With the library's own settings; for the change stream.
         self.collections: Final[Mapping[str, Collection[RawBSONDocument]]] = {
-            name: trusted(database[real]) for name, real in collections.items()
+            name: with_own_settings(database[real]) for name, real in collections.items()
         }
         self._indexes = indexes
         # Under _lock.

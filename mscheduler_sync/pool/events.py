@@ -167,7 +167,7 @@ class NodeHealth:
     discovery: Literal["stream", "poll"]
     workers: int
     jobs: int
-    #: For how long the lease is believed from now on; None for a client.
+    #: For how long the lease is trusted from now on; None for a client.
     lease_left: float | None
     #: Keys whose handlers are at work now or wait for a thread.
     busy: tuple[str, ...]

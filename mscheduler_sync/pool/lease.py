@@ -1,7 +1,7 @@
 """
 The node's lease: renewed while it can be, given up in time when it cannot.
 
-A lease is believed until (monotonic time before the first send of the last
+A lease is trusted until (monotonic time before the first send of the last
 acknowledged renewal) + TTL - margin. Then the node stops its jobs by itself, before
 anybody else may start them, and comes back under another id: the dead stay dead.
 """
@@ -74,14 +74,14 @@ class Lease(Service):
     @property
     def until_s(self) -> float:
         """
-        Until when the lease is believed, on the monotonic clock.
+        Until when the lease is trusted, on the monotonic clock.
         """
         with self._lock:
             return self._until_s
 
     def holds(self, life: int) -> bool:
         """
-        Whether the lease of *life* is believed now.
+        Whether the lease of *life* is trusted now.
         """
         with self._lock:
             return life == self._life and time.monotonic() < self._until_s

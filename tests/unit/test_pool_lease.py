@@ -101,7 +101,7 @@ def test_a_renewal_extends_the_lease() -> None:
 
 def test_no_renewal_outlasts_the_lease() -> None:
     """
-    It may take as long as the lease is believed, and after that none is sent.
+    It may take as long as the lease is trusted, and after that none is sent.
     """
     store = ScriptedStore(1, StoreUnavailable("down"))
     lease = lease_of(store, Lost(), 3600, 0)
@@ -119,7 +119,7 @@ def test_no_renewal_outlasts_the_lease() -> None:
 )
 def test_a_lost_lease_is_told_and_another_id_taken(reply: int | Exception, reason: str) -> None:
     """
-    Once; what was held under the old one is not believed any more.
+    Once; what was held under the old one is not trusted any more.
     """
     store, lost = ScriptedStore(1, *[reply] * 1000), Lost()
     lease = lease_of(store, lost, 0.2, 0.05)
