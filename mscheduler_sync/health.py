@@ -52,7 +52,7 @@ class Health:
     queue_length: int
     queue_due: int
     #: Documents that cannot be handled and were left alone within the last minute.
-    set_aside: int
+    quarantined: int
     #: Outcomes that are not stored yet.
     outcomes_waiting: int
     last_event_age: float | None
@@ -114,7 +114,7 @@ def take_health(
         stuck=tuple(running.stuck_keys()),
         queue_length=len(queue),
         queue_due=queue.count_due(),
-        set_aside=len(assembly.quarantine) if assembly is not None else 0,
+        quarantined=len(assembly.quarantine) if assembly is not None else 0,
         outcomes_waiting=assembly.writer.backlog if assembly is not None else 0,
         last_event_age=_age(watcher.last_event_at_s) if watcher is not None else None,
         stream_age=_age(watcher.last_opened_at_s) if watcher is not None and is_streaming else None,

@@ -228,7 +228,7 @@ class Fetcher(Service):
                 return self._store.clock.monotonic_at(last_due)
             if queued:
                 return float("-inf")
-            # A page of nothing but what is set aside must not hide what stands behind it.
+            # A page of nothing but what is quarantined must not hide what stands behind it.
             if isinstance(last_due, dt.datetime) and last_due > after:
                 after = last_due
             else:

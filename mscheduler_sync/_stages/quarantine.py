@@ -1,5 +1,5 @@
 """
-Documents that cannot be handled: whoever meets one sets it aside, and the intake keeps it out.
+Documents that cannot be handled: whoever meets one quarantines it, and the intake keeps it out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mscheduler_sync.events import EventHub, TaskQuarantined
 _log = logger("claim")
 
 #: A document is left alone for this long, and logged at most once within it, in seconds.
-SET_ASIDE_S: Final = 60.0
+QUARANTINE_S: Final = 60.0
 
 
 @attrs.define(eq=False, repr=False, kw_only=True)
 class Quarantine:
     """
-    The keys that are set aside for now. Thread-safe.
+    The keys that are quarantined now. Thread-safe.
     """
 
     _queue: DelayQueue
@@ -41,8 +41,8 @@ class Quarantine:
     _keys: TTLCache[str, None] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._log_throttle = LogThrottle(SET_ASIDE_S, timer=self._timer)
-        self._keys = TTLCache(10_000, SET_ASIDE_S, timer=self._timer)
+        self._log_throttle = LogThrottle(QUARANTINE_S, timer=self._timer)
+        self._keys = TTLCache(10_000, QUARANTINE_S, timer=self._timer)
 
     def add(self, key: str, reason: str | InvalidTask) -> None:
         """
@@ -55,8 +55,8 @@ class Quarantine:
         self._queue.discard(key)
         if self._log_throttle.allows(key):
             _log.error(
-                "a document cannot be handled and is set aside",
-                event="set_aside",
+                "a document cannot be handled and is quarantined",
+                event="quarantined",
                 task_key=key,
                 reason=reason,
             )
@@ -64,7 +64,7 @@ class Quarantine:
 
     def check(self, document: RawBSONDocument, codec_options: CodecOptions[Any]) -> None:
         """
-        Set *document* aside if it cannot be read as a task.
+        Quarantine *document* if it cannot be read as a task.
         """
         try:
             model.read_task(document, codec_options)

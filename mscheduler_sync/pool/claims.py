@@ -225,7 +225,7 @@ class Claims:
         try:
             held = self._held_from(claim, ownership, document)
         except Exception as error:  # noqa: BLE001 - one unreadable job spoils no other
-            self._set_aside(ownership, error)
+            self._postpone_unreadable(ownership, error)
             return
         if not self._held.add(held):
             # Claimed by a life that is over. If this fails, the reaper does it.
@@ -299,7 +299,7 @@ class Claims:
                 ownership = Ownership(job["_id"], str(job["owner"]), int(job["fence"]))
                 self._store.update(statements.jobs.release(ownership, self._view.epoch()))
 
-    def _set_aside(self, ownership: Ownership, error: Exception) -> None:
+    def _postpone_unreadable(self, ownership: Ownership, error: Exception) -> None:
         """
         A job whose document or payload cannot be read here; maybe elsewhere, or later.
         """

@@ -421,7 +421,7 @@ def test_health_of_each_stage_of_life(
         stuck=(),
         queue_length=0,
         queue_due=0,
-        set_aside=0,
+        quarantined=0,
         outcomes_waiting=0,
         last_event_age=None,
         stream_age=None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from mscheduler_sync._runtime.delay_queue import DelayQueue
-from mscheduler_sync._stages.quarantine import SET_ASIDE_S, Quarantine
+from mscheduler_sync._stages.quarantine import QUARANTINE_S, Quarantine
 from mscheduler_sync.events import Event, EventHub, TaskQuarantined
 
 
@@ -34,16 +34,16 @@ def test_key_is_set_aside_for_its_time(caplog: pytest.LogCaptureFixture) -> None
     assert len(quarantine) == 1
     assert told() == [TaskQuarantined(key="bad", reason="no lease")]
     (record,) = caplog.records
-    assert (record.levelname, record.__dict__["event"]) == ("ERROR", "set_aside")
+    assert (record.levelname, record.__dict__["event"]) == ("ERROR", "quarantined")
     assert (record.__dict__["task_key"], record.__dict__["reason"]) == ("bad", "no lease")
 
-    now_s += SET_ASIDE_S / 2
+    now_s += QUARANTINE_S / 2
     quarantine.add("bad", "no lease")
     assert told() == []
     # Set aside anew, though nothing was said.
-    now_s += SET_ASIDE_S * 3 / 4
+    now_s += QUARANTINE_S * 3 / 4
     assert "bad" in quarantine
-    now_s += SET_ASIDE_S
+    now_s += QUARANTINE_S
     assert "bad" not in quarantine
     assert len(quarantine) == 0
     quarantine.add("bad", "still no lease")
