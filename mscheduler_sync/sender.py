@@ -1,5 +1,5 @@
 """
-How a send is settled: inserted, or applied to the task that is there; also after a lost reply.
+How a send is carried out: inserted, or applied to the task that is there; also after a lost reply.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ class Send:
     def document(self, server_now: dt.datetime) -> dict[str, Any]:
         return self.options.document(self.key, self.params, server_now)
 
-    def inserted(self) -> SendResult:
+    def inserted_result(self) -> SendResult:
         return SendResult(self.key, inserted=True, updated=False, status="waiting")
 
-    def refused(self, error: Exception) -> SendResult:
+    def refused_result(self, error: Exception) -> SendResult:
         return SendResult(self.key, inserted=False, updated=False, status=None, error=error)
 
 
 class Sender:
     """
-    Settles sends. Thread-safe. Errors are those of `Producer.send`.
+    Carries out sends. Thread-safe. Errors are those of `Producer.send`.
     """
 
     def __init__(self, store: TaskStore) -> None:
@@ -125,7 +125,7 @@ class Sender:
         checked: list[Send | SendResult] = []
         for item in items:
             try:
-                key, params, own = _parts_of(item)
+                key, params, own = _split_item(item)
                 of_item = common
                 if own:
                     merged: dict[str, Any] = {**options, **own}
@@ -141,17 +141,17 @@ class Sender:
         """
         Insert the task, or apply the send to the one that is there.
         """
-        return send.inserted() if self._insert(send) else self.send_to_existing(send)
+        return send.inserted_result() if self._insert(send) else self.send_to_existing(send)
 
     def send_many(self, checked: Sequence[Send | SendResult]) -> list[SendResult]:
         """
-        Settle each in order; what is a result already stays one.
+        Carry out each in order; what is a result already stays one.
         """
         sends = [one for one in checked if isinstance(one, Send)]
-        settled: list[SendResult] = []
+        results: list[SendResult] = []
         for start in range(0, len(sends), _CHUNK):
-            settled += self._send_chunk(sends[start : start + _CHUNK])
-        of_sends = iter(settled)
+            results += self._send_chunk(sends[start : start + _CHUNK])
+        of_sends = iter(results)
         return [next(of_sends) if isinstance(one, Send) else one for one in checked]
 
     def _send_chunk(self, sends: Sequence[Send]) -> list[SendResult]:
@@ -161,15 +161,15 @@ class Sender:
         results = []
         for position, send in enumerate(sends):
             if inserted[position]:
-                result = send.inserted()
+                result = send.inserted_result()
             elif position in errors:
                 msg = f"the server refused the task {send.key!r}: {errors[position]}"
-                result = send.refused(ValueError(msg))
+                result = send.refused_result(ValueError(msg))
             else:
                 try:
                     result = self.send_to_existing(send)
                 except (TaskExists, TaskRunning, InvalidTask) as error:
-                    result = send.refused(error)
+                    result = send.refused_result(error)
             results.append(result)
         return results
 
@@ -184,7 +184,7 @@ class Sender:
             if send.given is not None:
                 raise TaskNotFound(send.key)
             if self._insert(send):
-                return send.inserted()
+                return send.inserted_result()
         return result
 
     def _insert(self, send: Send) -> bool:
@@ -246,15 +246,15 @@ class Sender:
             return True
 
 
-def _parts_of(item: object) -> tuple[object, object, Mapping[str, Any]]:
+def _split_item(item: object) -> tuple[object, object, Mapping[str, Any]]:
     """
     Key, params and own options of an item of `send_many`.
     """
     if not isinstance(item, (tuple, list)) or len(item) not in {2, 3}:
-        parts = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
+        length = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
         msg = (
             "an item must be (key, params) or (key, params, options), "
-            f"got {type(item).__name__}{parts}"
+            f"got {type(item).__name__}{length}"
         )
         raise TypeError(msg)
     key, params, own = (*item, {})[:3]

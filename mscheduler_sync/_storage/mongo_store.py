@@ -1,5 +1,5 @@
 """
-The base of every store: runs statements, settles unknown outcomes, makes indexes.
+The base of every store: runs statements, resolves unknown results, makes indexes.
 
 With `calls` the only module that talks to the driver about documents.
 """
@@ -165,7 +165,7 @@ class MongoStore(ServerCalls):
         """
         Insert a new document; return False where its key is taken by another.
 
-        An unknown outcome is settled by trying again: the mark says whose document is there.
+        An unknown result is resolved by trying again: the mark says whose document is there.
         """
         try:
             with self._call():
