@@ -169,7 +169,7 @@ class Claims:
     _runner: JobRunner
     queue: ClaimQueue
     #: Claims whose outcome is not known yet.
-    _unsettled: list[_Claim] = attrs.field(init=False, factory=list)
+    _undecided: list[_Claim] = attrs.field(init=False, factory=list)
 
     def due_s(self, not_before: object) -> float:
         """
@@ -184,14 +184,14 @@ class Claims:
         """
         Claim what belongs to this node's workers or to nobody who wants it, and start it.
         """
-        for claim in list(self._unsettled):
+        for claim in list(self._undecided):
             # Its answer was lost.
-            self._settle(claim)
+            self._read_back(claim)
         for claim in self._next_claims(active):
-            self._unsettled.append(claim)
+            self._undecided.append(claim)
             statement = statements.jobs.claim(claim.ids, claim.worker, active.node, claim.id)
             matched, _ = self._store.update(statement)
-            won = self._settle(claim, matched=matched)
+            won = self._read_back(claim, matched=matched)
             self._after_lost_race([job_id for job_id in claim.ids if job_id not in won])
 
     def _next_claims(self, active: ActiveWorkers) -> Iterator[_Claim]:
@@ -209,12 +209,12 @@ class Claims:
             for first in range(0, len(ids), statements.MOST_IDS):
                 yield _Claim(active, worker, ids[first : first + statements.MOST_IDS])
 
-    def _settle(self, claim: _Claim, *, matched: int = 1) -> set[str]:
+    def _read_back(self, claim: _Claim, *, matched: int = 1) -> set[str]:
         """
         Read back what *claim* has won, and start it; return the ids.
         """
         won = self._store.find(statements.jobs.claimed(claim.ids, claim.id)) if matched else []
-        self._unsettled.remove(claim)
+        self._undecided.remove(claim)
         for document in won:
             self._accept(claim, document)
         return {document["_id"] for document in won}

@@ -24,7 +24,7 @@ from mscheduler_sync.pool.reaper import Reaper
 from mscheduler_sync.pool.ring import PoolView
 from mscheduler_sync.pool.runner import JobRunner
 from mscheduler_sync.pool.store import PoolStore
-from mscheduler_sync.pool.watcher import Step
+from mscheduler_sync.pool.watcher import JobChange
 from mscheduler_sync.pool.workers import Membership
 
 _log = logger("pool")
@@ -54,6 +54,7 @@ class Control(Service):
     _claims: Claims
     _queue: ClaimQueue
     _reaper: Reaper
+    #: Whether a change stream brings news of jobs.
     _is_streaming: Callable[[], bool]
     _on_closed: Callable[[], None]
     _next_poll_s: float = attrs.field(init=False, default=0.0)
@@ -66,18 +67,18 @@ class Control(Service):
 
     # -- hints; from any thread --------------------------------------------------------------
 
-    def note(self, step: Step) -> None:
-        if step.state == statements.PENDING:
-            if step.is_new and self._held.find(step.job_id) is not None:
+    def note(self, change: JobChange) -> None:
+        if change.state == statements.PENDING:
+            if change.is_new and self._held.find(change.job_id) is not None:
                 return
-            if isinstance(step.epoch, int) and step.epoch > self._view.epoch():
+            if isinstance(change.epoch, int) and change.epoch > self._view.epoch():
                 self._refresh_wanted = True
-            self._queue.add(step.job_id, self._claims.due_s(step.not_before))
-        elif step.state is not None or step.gone:
-            self._queue.discard(step.job_id)
-        if step.has_unread:
+            self._queue.add(change.job_id, self._claims.due_s(change.not_before))
+        elif change.state is not None or change.gone:
+            self._queue.discard(change.job_id)
+        if change.has_unread:
             # Whether the job is held here is asked later: its claim may be under way.
-            self._queue.add_unread(step.job_id)
+            self._queue.add_unread(change.job_id)
 
     def rescan(self) -> None:
         """

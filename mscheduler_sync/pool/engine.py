@@ -129,8 +129,8 @@ class Engine:
             view=self.view,
             waiters=self._waiters,
             node=lambda: self.lease.node,
-            is_told=self.is_streaming,
-            hint=self._hint,
+            is_streaming=self.is_streaming,
+            on_inserted=self._on_job_inserted,
             closed=self._closed,
         )
         self._recurring_lock = threading.Lock()
@@ -189,6 +189,9 @@ class Engine:
 
     @property
     def node(self) -> str:
+        """
+        The id of this node; another one after a lost lease.
+        """
         return self.lease.node
 
     def is_streaming(self) -> bool:
@@ -210,7 +213,7 @@ class Engine:
         runner = self.runner
         return components | {"handlers": (True, runner.health), "steps": (True, runner.bugs)}
 
-    def _hint(self, job_id: str) -> None:
+    def _on_job_inserted(self, job_id: str) -> None:
         """
         A job was inserted by this process: the control thread need not wait for the stream.
         """

@@ -125,7 +125,7 @@ class HeldJobs:
         with self._changed:
             return self._changed.wait_for(all_gone, max(0.0, timeout_s))
 
-    def wait_settled(self, jobs: Iterable[HeldJob], deadline_s: float) -> None:
+    def wait_released(self, jobs: Iterable[HeldJob], deadline_s: float) -> None:
         """
         Wait until each of *jobs* is gone, or its turn to move is over without success.
         """

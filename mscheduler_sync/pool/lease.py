@@ -60,6 +60,9 @@ class Lease(Service):
 
     @property
     def node(self) -> str:
+        """
+        The id of the node, as of this life.
+        """
         with self._lock:
             return self._node
 

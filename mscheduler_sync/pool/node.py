@@ -173,7 +173,7 @@ class Node(EventSource):
         timeout_s = self._time(timeout)
         deadline_s = time.monotonic() + timeout_s
         try:
-            self._running()
+            self._running_engine()
         except PoolClosed:
             if self._engine.view.refresh().state != statements.CLOSING:
                 raise
@@ -211,7 +211,7 @@ class Node(EventSource):
         if self._settings.client_only:
             msg = "a client-only node has no workers"
             raise RuntimeError(msg)
-        self._running()
+        self._running_engine()
         return self._engine.add_worker(handler)
 
     def remove_worker(self, worker: Worker, timeout: Duration | None = None) -> CloseReport:
@@ -225,7 +225,7 @@ class Node(EventSource):
             ValueError: If *worker* is not of this node.
             StoreError: The database did not answer; call it again.
         """
-        self._running()
+        self._running_engine()
         if worker not in self._engine.workers():
             msg = f"{worker!r} is no worker of this node"
             raise ValueError(msg)
@@ -241,7 +241,7 @@ class Node(EventSource):
         """
         Return all workers of the pool, in the order of their slots.
         """
-        return self._running().membership.pool_workers()
+        return self._running_engine().membership.pool_workers()
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Node(EventSource):
         timeout_s = self._settings.dispatch_timeout_s
         if timeout is not None:
             timeout_s = seconds(timeout, "timeout", above=0.0, at_most=86_400.0)
-        self._running().requests.dispatch(key, payload, timeout_s)
+        self._running_engine().requests.dispatch(key, payload, timeout_s)
 
     def stop_job(self, key: str, *, wait: bool = False, timeout: Duration | None = None) -> None:
         """
@@ -284,7 +284,7 @@ class Node(EventSource):
         """
         key = text(key, "key")
         timeout_s = self._time(timeout)
-        self._running().requests.stop_job(key, wait=wait, timeout_s=timeout_s)
+        self._running_engine().requests.stop_job(key, wait=wait, timeout_s=timeout_s)
 
     def notify(self, key: str, payload: Any = None) -> None:
         """
@@ -300,27 +300,27 @@ class Node(EventSource):
         """
         key = text(key, "key")
         timeout_s = self._settings.dispatch_timeout_s
-        self._running().requests.notify(key, payload, timeout_s)
+        self._running_engine().requests.notify(key, payload, timeout_s)
 
     def job_keys(self) -> list[str]:
         """
         Return the keys of all jobs of the pool that run, or are on the way to another worker.
         """
-        return self._running().requests.job_keys()
+        return self._running_engine().requests.job_keys()
 
     def job_payload(self, key: str) -> Any:
         """
         Return what a job was dispatched with. Raises `JobNotFound`.
         """
         key = text(key, "key")
-        return self._running().requests.job_payload(key)
+        return self._running_engine().requests.job_payload(key)
 
     def job_owner(self, key: str) -> str | None:
         """
         Return the id of a job's worker, or None between two. Raises `JobNotFound`.
         """
         key = text(key, "key")
-        return self._running().requests.job_owner(key)
+        return self._running_engine().requests.job_owner(key)
 
     # -- what recurs -------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ class Node(EventSource):
         if callback is not None and not callable(callback):
             msg = f"callback must be callable or None, got {callback!r:.200}"
             raise TypeError(msg)
-        engine = self._full("a ticker")
+        engine = self._engine_for("a ticker")
         ticker = Ticker(
             store=engine.store,
             name=name,
@@ -376,7 +376,7 @@ class Node(EventSource):
         chosen = name if name is not None else getattr(planner, "name", type(planner).__name__)
         checked = name_of(chosen, "name")
         interval_s = seconds(interval, "interval", at_least=0.01)
-        engine = self._full("a schedule")
+        engine = self._engine_for("a schedule")
         schedule = Schedule(
             store=engine.store,
             name=checked,
@@ -391,11 +391,11 @@ class Node(EventSource):
         engine.add_recurring(schedule.thread, alone=True)
         return schedule
 
-    def _full(self, what: str) -> Engine:
+    def _engine_for(self, what: str) -> Engine:
         if self._settings.client_only:
             msg = f"a client-only node cannot have {what}"
             raise RuntimeError(msg)
-        return self._running()
+        return self._running_engine()
 
     # -- knowledge ---------------------------------------------------------------------------
 
@@ -463,7 +463,7 @@ class Node(EventSource):
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _running(self) -> Engine:
+    def _running_engine(self) -> Engine:
         """
         Return the engine of a node that runs, starting it if it is new.
         """

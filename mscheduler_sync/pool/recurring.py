@@ -105,14 +105,14 @@ class Recurring:
             # Stopped, by somebody, for all.
             self.close()
             return
-        if self._settle(document):
+        if self._recover_win(document):
             return
         wait_s = self._store.clock.monotonic_at(document["next"]) - time.monotonic()
         self.thread.pause(min(wait_s, _REREAD_S))
         if wait_s <= _REREAD_S and not self.thread.stopping:
             self._compete(document)
 
-    def _settle(self, document: Document) -> bool:  # noqa: ARG002 - a hook
+    def _recover_win(self, document: Document) -> bool:  # noqa: ARG002 - a hook
         """
         Hook: make use of a win whose answer was lost; return whether there was one.
         """
@@ -202,7 +202,7 @@ class Ticker(Recurring):
         while (tick := self.get()) is not None:
             yield tick
 
-    def _settle(self, document: Document) -> bool:
+    def _recover_win(self, document: Document) -> bool:
         token, self._token = self._token, None
         if token is None or document["winner"] != token:
             return False

@@ -56,17 +56,20 @@ class _Dispatch:
 @attrs.define(eq=False, repr=False, kw_only=True)
 class Requests:
     """
-    The requests of one node or client. *is_told* says whether news arrives by itself, *hint* is
-    told of each new job, *closed* is set when the node is at its end: nobody waits on.
+    The requests of one node or client.
     """
 
     _store: PoolStore
     _settings: NodeOptions
     _view: PoolView
     _waiters: Waiters
+    #: Returns the id of the node.
     _node: Callable[[], str]
-    _is_told: Callable[[], bool]
-    _hint: Callable[[str], None]
+    #: Whether a change stream brings news of jobs.
+    _is_streaming: Callable[[], bool]
+    #: Called with the id of each job that was inserted here: the node need not wait for the stream.
+    _on_inserted: Callable[[str], None]
+    #: Set when the node is at its end: nobody waits on.
     _closed: threading.Event
     _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
     # Both under _lock: how many jobs waited, counted when, plus what was added since.
@@ -83,7 +86,7 @@ class Requests:
         return job
 
     def _pauses(self) -> backoff.Pauses:
-        if self._is_told():
+        if self._is_streaming():
             longest_s = self._settings.poll_interval_s
             return backoff.Pauses(longest_s, longest_s)
         return backoff.Pauses(0.02, _LONGEST_POLL_S)
@@ -119,7 +122,7 @@ class Requests:
         with self._waiters.of(job_id) as waiter:
             deadline_s = time.monotonic() + timeout_s
             self._insert(document, deadline_s)
-            self._hint(job_id)
+            self._on_inserted(job_id)
             self._wait_running(dispatch, waiter, deadline_s)
 
     def _check_open(self) -> None:

@@ -51,9 +51,11 @@ class JobRunner:
     _store: PoolStore
     _name: str
     _held: HeldJobs
+    #: Whether the lease of a life is trusted still. `Lease.holds`.
     _holds: Holds
     waiters: Waiters
     _hub: EventHub
+    #: Returns the epoch of the ring that this node knows.
     _epoch: Callable[[], int]
     #: Once set, no write is tried again.
     _closed: threading.Event
@@ -122,7 +124,7 @@ class JobRunner:
             # What has no running lease any more is stopped by the fence; nothing to give back.
             for held in jobs:
                 self.release(held, remove=remove)
-            self._held.wait_settled(jobs, deadline_s)
+            self._held.wait_released(jobs, deadline_s)
             jobs = self._held.of(workers)
             self._held.wait_gone(jobs, min(pause_s, deadline_s - time.monotonic()))
         return CloseReport(

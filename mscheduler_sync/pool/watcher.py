@@ -89,7 +89,7 @@ class Waiters:
 
 
 @attrs.frozen
-class Step:
+class JobChange:
     """
     What a change event says of a job; None where it does not say.
     """
@@ -110,7 +110,7 @@ class Listener(Protocol):
     Who is told; the node's control thread.
     """
 
-    def note(self, step: Step) -> None: ...
+    def note(self, change: JobChange) -> None: ...
 
     def rescan(self) -> None: ...
 
@@ -160,7 +160,7 @@ class PoolWatcher(StreamReader):
         has_unread = fields.get("unread") is True or not fields.keys().isdisjoint(_UNREAD)
         if self._listener is not None:
             self._listener.note(
-                Step(
+                JobChange(
                     job_id,
                     state if isinstance(state, str) else None,
                     gone=event.get("operationType") == "delete",
