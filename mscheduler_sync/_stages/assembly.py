@@ -155,7 +155,7 @@ class Assembly:
             start=running.start,
             holds=running.holds,
             on_low=self.fetcher.queue_runs_low,
-            on_gap=self.fetcher.request_pass,
+            on_forgotten=self.fetcher.request_pass,
             on_put_down=self._drain.check,
             on_crash=on_crash,
         )

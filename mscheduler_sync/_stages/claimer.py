@@ -67,10 +67,15 @@ class Claimer(Service):
     _writer: OutcomeWriter
     _margin_s: float | None
     _value_limit_bytes: int
+    #: Starts what was won; False if it could not be. `RunningAttempts.start`.
     _start: Callable[[HeldAttempt], bool]
+    #: Whether an attempt of this key is here still. `RunningAttempts.holds`.
     _holds: Callable[[str], bool]
+    #: The queue runs low of due keys. `Fetcher.queue_runs_low`.
     _on_low: Callable[[], None]
-    _on_gap: Callable[[], None]
+    #: Keys that the queue has handed out were forgotten. `Fetcher.request_pass`.
+    _on_forgotten: Callable[[], None]
+    #: There is nothing in the claimer's hands any more. `Drain.check`.
     _on_put_down: Callable[[], None]
     # Of this thread alone.
     _contention: Contention
@@ -96,7 +101,7 @@ class Claimer(Service):
                     self._claim(chosen)
         except BaseException:
             # The queue has forgotten these keys; a pass finds them again.
-            self._on_gap()
+            self._on_forgotten()
             raise
         finally:
             self._queue.put_down()

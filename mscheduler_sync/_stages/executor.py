@@ -53,6 +53,7 @@ class Executor:
     _function_of: FunctionOf
     _around: Around | None
     _value_limit_bytes: int
+    #: `RunningAttempts.ended`.
     _on_end: Callable[[HeldAttempt, Outcome], None]
     _pool: ThreadPoolExecutor = attrs.field(init=False)
     _inside: threading.local = attrs.field(init=False, factory=threading.local)

@@ -53,6 +53,7 @@ class Fetcher(Service):
     _horizon: Horizon
     _adoption: Adoption
     _rust_interop: bool
+    #: Somebody has changed the task of this key. `RunningAttempts.task_changed`.
     _on_changed: Callable[[str], None]
     _changed: threading.Condition = attrs.field(init=False, factory=threading.Condition)
     # Under _changed.

@@ -50,6 +50,7 @@ class HeartbeatScheduler(Service):
     thread_prefix: str = "ms-heartbeat"
     log: Log = _log
     _store: TaskStore
+    #: `RunningAttempts.mark_stuck`.
     _on_stuck: Callable[[HeldAttempt], None]
     _changed: threading.Condition = attrs.field(init=False, factory=threading.Condition)
     # All under _changed.

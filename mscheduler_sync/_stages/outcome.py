@@ -48,9 +48,6 @@ _MAX_BATCH: Final = 100
 class OutcomeWriter(Service):
     """
     The outcome writer's thread; see the module.
-
-    *on_done* is called, in this thread, once nothing more will be written for an
-    attempt; *on_failure* after a failure was stored, with the monotonic time of the retry.
     """
 
     component: str = "outcome"
@@ -58,8 +55,11 @@ class OutcomeWriter(Service):
     log: Log = _log
     _store: TaskStore
     _news: OutcomeNews
+    #: How many attempts the consumer holds: so many outcomes may still come.
     _held_count: Callable[[], int]
+    #: Nothing more will be written for an attempt. Called in this thread.
     _on_done: Callable[[HeldAttempt, Outcome, Verdict], None]
+    #: A failure is stored: key and monotonic time of the retry. `Intake.record_failure`.
     _on_failure: Callable[[str, float], None]
     #: Keys of claims that a stop gave back before they became attempts; this thread adds.
     claims_given_back: list[str] = attrs.field(init=False, factory=list)

@@ -52,6 +52,7 @@ class RunningAttempts:
     _executor: Executor = attrs.field(init=False)
     _heartbeats: HeartbeatScheduler = attrs.field(init=False)
     _writer: OutcomeWriter = attrs.field(init=False)
+    #: `Intake.requeue`; see `holds`.
     _on_free: Callable[[str], None] = attrs.field(init=False)
 
     def connect(
