@@ -1,5 +1,5 @@
 """
-Bounds that several rooms share.
+Bounds that several layers share.
 """
 
 from typing import Final

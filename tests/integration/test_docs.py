@@ -234,10 +234,10 @@ def test_the_state_machine_names_every_statement_that_changes_a_task() -> None:
     """
     named = set(re.findall(r"`statements\.(\w+\.\w+)`", text_of("docs/state_machine.md")))
     builders = {
-        f"{room}.{name}": inspect.signature(thing).return_annotation
-        for room in statements.__all__
-        for name, thing in inspect.getmembers(getattr(statements, room), inspect.isfunction)
-        if thing.__module__ == f"{statements.__name__}.{room}" and not name.startswith("_")
+        f"{module}.{name}": inspect.signature(thing).return_annotation
+        for module in statements.__all__
+        for name, thing in inspect.getmembers(getattr(statements, module), inspect.isfunction)
+        if thing.__module__ == f"{statements.__name__}.{module}" and not name.startswith("_")
     }
     writers = {name for name, answer in builders.items() if answer == "Update"}
     assert writers - named == set()

@@ -1,5 +1,5 @@
 """
-Which room may use which, read from the imports; and a few things that no module does.
+Which layer may use which, read from the imports; and a few things that no module does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mscheduler_sync._storage.server_codes import Passing
 
 ROOT: Final = Path(__file__).parents[2]
 PACKAGE: Final = ROOT / "mscheduler_sync"
-#: The one place where it is written which room may use which.
+#: The one place where it is written which layer may use which.
 LAYERS: Final = ROOT / "docs" / "architecture.md"
 
 #: Modules with more lines than this stand in `LONG`, with the reason.
@@ -113,7 +113,7 @@ def own_imports(path: Path) -> Iterator[str]:
             yield full if full in known else inner
 
 
-def room(name: str) -> str:
+def layer_of(name: str) -> str:
     return name.split(".", maxsplit=1)[0] or "__init__"
 
 
@@ -143,9 +143,9 @@ def ways_from(start: str, below: Mapping[str, Collection[str]]) -> dict[str, str
 
 def layers() -> dict[str, list[str]]:
     """
-    Room -> the rooms that it may use, as docs/architecture.md says.
+    Layer -> the layers that it may use, as docs/architecture.md says.
     """
-    table = LAYERS.read_text(encoding="utf-8").partition("| room | may use |\n")[2]
+    table = LAYERS.read_text(encoding="utf-8").partition("| layer | may use |\n")[2]
     rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", table.partition("\n\n")[0], re.MULTILINE)
     return {name: re.findall(r"`(\w+)`", used) for name, used in rows}
 
@@ -160,28 +160,28 @@ def test_the_modules_were_found() -> None:
 
 def test_the_layers_are_those_of_the_package() -> None:
     """
-    Every room has a row, and no row is of a room that has gone.
+    Every layer has a row, and no row is of a layer that has gone.
     """
-    assert set(layers()) == {room(name) for name in graph()}
+    assert set(layers()) == {layer_of(name) for name in graph()}
 
 
 def test_rooms_use_only_what_lies_below_them() -> None:
     """
-    No module reaches, by whatever way, a room that its own may not use.
+    No module reaches, by whatever way, a layer that its own may not use.
     """
     below = layers()
     wrong = []
     for name in graph():
-        allowed = {room(name), *ways_from(room(name), below)}
+        allowed = {layer_of(name), *ways_from(layer_of(name), below)}
         wrong += [
-            way for used, way in ways_from(name, graph()).items() if room(used) not in allowed
+            way for used, way in ways_from(name, graph()).items() if layer_of(used) not in allowed
         ]
     assert wrong == []
 
 
 def test_no_layer_lies_below_itself() -> None:
     """
-    The table allows no circle of rooms.
+    The table allows no circle of layers.
     """
     below = layers()
     assert [
@@ -211,7 +211,7 @@ def test_only_storage_talks_to_the_driver() -> None:
             for module, imported in imports(path)
             if module.split(".")[0] in {"pymongo", "gridfs", "motor"}
         }
-        allowed = {"*"} if room(name) == "_storage" else DRIVER_USERS.get(name, set())
+        allowed = {"*"} if layer_of(name) == "_storage" else DRIVER_USERS.get(name, set())
         assert allowed == {"*"} or used <= allowed, name
 
 
@@ -313,7 +313,7 @@ def test_every_module_says_what_it_is_for() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """
-    The rooms stand on each other; none stands, by whatever way, on itself.
+    The layers stand on each other; none stands, by whatever way, on itself.
     """
     below = {name: used - {""} for name, used in graph().items() if name}
     while free := {name for name, used in below.items() if not used & set(below)}:
