@@ -32,7 +32,7 @@ from mscheduler_sync.settings import (
     check_max_workers,
     deadline_after,
     new_worker_id,
-    options_among,
+    options_from,
     seconds,
 )
 
@@ -97,7 +97,7 @@ class Consumer(EventSource):
         if not isinstance(collection, Collection):
             msg = f"collection must be a pymongo Collection, got {type(collection).__name__}"
             raise TypeError(msg)
-        self._settings = settings = options_among(ConsumerOptions, locals())
+        self._settings = settings = options_from(ConsumerOptions, locals())
         self._has_own_id = worker_id is not None
         self._router = func_or_router if isinstance(func_or_router, Router) else None
         self._function: Invocation | None = None

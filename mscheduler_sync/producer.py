@@ -45,7 +45,7 @@ from mscheduler_sync.sender import (
     checked_key,
     status_of,
 )
-from mscheduler_sync.settings import Duration, choice, deadline_after, options_among, seconds, whole
+from mscheduler_sync.settings import Duration, choice, deadline_after, options_from, seconds, whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -157,7 +157,7 @@ class Producer:
             InvalidTask: If the key belongs to a document that is not a readable task.
             StoreUnavailable, StoreRejected: The database did not, or would not, do it.
         """
-        options = options_among(SendOptions, locals())
+        options = options_from(SendOptions, locals())
         send = self._sender.checked(key, params, options, session)
         self._ready(in_transaction=session is not None)
         return self._sender.send(send)

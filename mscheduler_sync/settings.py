@@ -265,7 +265,7 @@ def _arguments_of(cls: type[attrs.AttrsInstance]) -> frozenset[str]:
 arguments_of: Final[Callable[[type], frozenset[str]]] = cache(_arguments_of)
 
 
-def options_among(cls: type[_Options], arguments: Mapping[str, Any]) -> _Options:
+def options_from(cls: type[_Options], arguments: Mapping[str, Any]) -> _Options:
     """
     Make *cls* of those of a call's *arguments* (its ``locals()``) that are options.
 

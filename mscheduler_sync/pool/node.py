@@ -29,7 +29,7 @@ from mscheduler_sync.pool.recurring import Tick, Ticker
 from mscheduler_sync.pool.schedule import Planner, Schedule
 from mscheduler_sync.pool.settings import NodeOptions, Order, name_of
 from mscheduler_sync.pool.workers import Handler, Worker, WorkerInfo, check_handler
-from mscheduler_sync.settings import Duration, options_among, seconds, text
+from mscheduler_sync.settings import Duration, options_from, seconds, text
 
 _log = logger("pool")
 
@@ -88,7 +88,7 @@ class Node(EventSource):
         if not isinstance(database, Database):
             msg = f"database must be a pymongo Database, got {type(database).__name__}"
             raise TypeError(msg)
-        self._settings = options_among(NodeOptions, locals())
+        self._settings = options_from(NodeOptions, locals())
         self._database = database
         self._life = Lifecycle(
             Owner(

@@ -22,7 +22,7 @@ from mscheduler_sync.settings import (
     ConsumerOptions,
     choice,
     new_worker_id,
-    options_among,
+    options_from,
     seconds,
     text,
     whole,
@@ -245,7 +245,7 @@ def test_settings_are_kept_in_seconds() -> None:
         "max_result_bytes": 1,
         "rust_interop": True,
     }
-    result = options_among(ConsumerOptions, {"self": None, **arguments})
+    result = options_from(ConsumerOptions, {"self": None, **arguments})
     assert attrs.asdict(result) == {
         "worker_id": "w1",
         "max_workers": 0,
