@@ -111,7 +111,7 @@ class Consumer(EventSource):
                 id=lambda: self.worker_id,
                 start=self.start,
                 stop=self.stop,
-                nothing=StopReport(),
+                empty_report=StopReport(),
                 stop_timeout_s=settings.stop_timeout_s,
                 prepare=self._assemble,
                 on_state=self._on_state,
@@ -140,7 +140,7 @@ class Consumer(EventSource):
             ValueError: If a router without functions was given.
         """
         if not self._life.start():
-            self._life.refuse()
+            self._life.refuse_start()
 
     def wait_started(self, timeout: float | None = None) -> bool:
         """

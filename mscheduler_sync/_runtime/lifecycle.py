@@ -76,12 +76,12 @@ class Owner(Generic[Report]):
     #: Return the id under which it logs.
     id: Callable[[], str]
     #: Its own word for a state.
-    word: Callable[[State], str] = str
+    state_name: Callable[[State], str] = str
     #: Its methods as the application calls them; a subclass may have changed them.
     start: Callable[[], None]
     stop: Callable[[float | None], Report]
     #: What a stop reports that had nothing to do.
-    nothing: Report
+    empty_report: Report
     #: How long a stop may take by default.
     stop_timeout_s: float
     #: Make the threads, and do what comes before them. May block, and may fail: then it is still
@@ -105,7 +105,7 @@ class Lifecycle(Generic[Report]):
         self._state: State = "new"
         self.crash: ComponentCrashed | None = None
         # Under _stopping.
-        self._report = owner.nothing
+        self._report = owner.empty_report
         # Under _starting. The last start that failed, and when, on the monotonic clock.
         self._threads: Threads[Report] | None = None
         self._failed_start: tuple[float, StoreError] | None = None
@@ -144,10 +144,10 @@ class Lifecycle(Generic[Report]):
             if self._state == "running":
                 return False
             if self._state != "new":
-                self.refuse()
+                self.refuse_start()
             self._threads = threads = self._prepare(asked_s)
             if not self._move("new", "running"):  # somebody has stopped it meanwhile
-                self.refuse()
+                self.refuse_start()
             try:
                 threads.start()
             except BaseException:
@@ -162,12 +162,12 @@ class Lifecycle(Generic[Report]):
         if self.state != "running":
             self.owner.start()
 
-    def refuse(self) -> NoReturn:
+    def refuse_start(self) -> NoReturn:
         """
         Raise the RuntimeError of a start that comes too late.
         """
-        kind, word = self.owner.kind, self.owner.word(self._state)
-        msg = f"this {kind} is {word}; a {kind} is started once"
+        kind, state = self.owner.kind, self.owner.state_name(self._state)
+        msg = f"this {kind} is {state}; a {kind} is started once"
         if self._state == "forked":
             msg = f"this {kind} belongs to the parent process; make one in this process"
         raise RuntimeError(msg)
@@ -219,10 +219,10 @@ class Lifecycle(Generic[Report]):
             timeout_s = self.owner.stop_timeout_s
         deadline_s = time.monotonic() + timeout_s
         if self.state == "forked":
-            return self.owner.nothing
+            return self.owner.empty_report
         if self._threads is not None and self._threads.is_running_here():
             self.stop_in_thread(timeout_s)
-            return self.owner.nothing
+            return self.owner.empty_report
         if self._move("new", "stopped"):
             self.stop_asked.set()
             self._tell("stopped")
@@ -296,7 +296,9 @@ class Lifecycle(Generic[Report]):
     def _tell(self, state: State) -> None:
         owner = self.owner
         owner.log.info(
-            "the state has changed", event=f"{owner.kind}_{owner.word(state)}", worker_id=owner.id()
+            "the state has changed",
+            event=f"{owner.kind}_{owner.state_name(state)}",
+            worker_id=owner.id(),
         )
         owner.on_state(state)
 

@@ -95,10 +95,10 @@ class Node(EventSource):
                 kind="node",
                 log=_log,
                 id=lambda: self.id,
-                word=self._word,
+                state_name=self._state_name,
                 start=self.start,
                 stop=self.close,
-                nothing=CloseReport(),
+                empty_report=CloseReport(),
                 stop_timeout_s=self._settings.shutdown_timeout_s,
                 prepare=self._enter,
                 on_state=self._on_state,
@@ -415,7 +415,7 @@ class Node(EventSource):
         """
         ``new``, ``running``, ``closing``, ``closed``, ``shutdown``, ``crashed``, or ``forked``.
         """
-        return self._word(self._life.state)
+        return self._state_name(self._life.state)
 
     @property
     def is_closed(self) -> bool:
@@ -492,7 +492,7 @@ class Node(EventSource):
         self._life.warn_of_small_pool(self._engine.store.max_pool_size, needed)
         return self._engine
 
-    def _word(self, state: State) -> NodeState:
+    def _state_name(self, state: State) -> NodeState:
         if state == "stopping":
             return "closing"
         if state == "stopped":
@@ -500,6 +500,6 @@ class Node(EventSource):
         return state
 
     def _on_state(self, state: State) -> None:
-        self._hub.publish(NodeStateChanged(state=self._word(state)))
+        self._hub.publish(NodeStateChanged(state=self._state_name(state)))
         if state in ENDS:
             self._hub.close()

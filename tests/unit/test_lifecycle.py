@@ -56,7 +56,7 @@ class Scripted:
                 id=lambda: "me",
                 start=self.begin,
                 stop=lambda timeout_s: self.life.stop(timeout_s),  # noqa: PLW0108 - not made yet
-                nothing="nothing",
+                empty_report="nothing",
                 stop_timeout_s=10.0,
                 prepare=self.prepare,
                 on_state=self.states.append,
