@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import floor
+from benchmarks.children import Line
 from benchmarks.counting import CommandCounter, LostClaims
-from benchmarks.crew import Line
 from benchmarks.work import TASKS, Stopwatch, attached, contact
 from mscheduler_sync import Consumer
 

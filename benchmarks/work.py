@@ -18,8 +18,8 @@ import attrs
 from pymongo import MongoClient
 
 from benchmarks import floor
+from benchmarks.children import Line
 from benchmarks.counting import CommandCounter, LostClaims
-from benchmarks.crew import Line
 from mscheduler_sync import Consumer
 
 #: The collection of tasks in a measure's database.

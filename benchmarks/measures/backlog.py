@@ -11,8 +11,8 @@ from typing import Final
 import attrs
 
 from benchmarks import floor
+from benchmarks.children import Children
 from benchmarks.counting import without_get_more
-from benchmarks.crew import Crew
 from benchmarks.figures import Goal, Row, compared, interleaved, number
 from benchmarks.setting import Bench, params_of
 from benchmarks.work import Report, drain, drain_floor
@@ -65,9 +65,9 @@ class _Costs:
 
 def run(bench: Bench) -> list[Row]:
     runs: dict[tuple[int, int], _Runs] = {}
-    with Crew(max(processes for processes, _ in _SHAPES)) as crew:
+    with Children(max(processes for processes, _ in _SHAPES)) as children:
         for shape in _SHAPES:
-            runs[shape] = _measured(bench, crew, *shape)
+            runs[shape] = _measured(bench, children, *shape)
     return [
         *(_throughput(shape, runs[shape]) for shape in _SHAPES),
         *_commands(runs),
@@ -76,7 +76,7 @@ def run(bench: Bench) -> list[Row]:
     ]
 
 
-def _measured(bench: Bench, crew: Crew, processes: int, slots: int) -> _Runs:
+def _measured(bench: Bench, children: Children, processes: int, slots: int) -> _Runs:
     count = bench.backlog()
     if slots == 1:
         # A single thread is slower: half as many tasks take long enough.
@@ -86,12 +86,12 @@ def _measured(bench: Bench, crew: Crew, processes: int, slots: int) -> _Runs:
         count *= 2
     bench.say(f"backlog of {count:,}: {_shape_name(processes, slots)}")
     runs = _Runs()
-    start, floor_start = _start_ups(bench, crew, processes, slots)
+    start, floor_start = _start_ups(bench, children, processes, slots)
 
     def ours() -> float:
         with bench.database() as name:
             fill(bench, name, range(count))
-            reports: list[Report] = crew.race(
+            reports: list[Report] = children.race(
                 processes, drain, bench.uri, name, slots, processes > 1
             )
             producer = Producer(bench.tasks(name))
@@ -114,7 +114,7 @@ def _measured(bench: Bench, crew: Crew, processes: int, slots: int) -> _Runs:
             template = bench.template()
             keys = [floor.key_of(number) for number in range(count)]
             collection.insert_many(floor.copies(template, keys), ordered=False)
-            reports: list[Report] = crew.race(
+            reports: list[Report] = children.race(
                 processes, drain_floor, bench.uri, name, slots, processes > 1
             )
             _check(collection.count_documents({"state": 2}), count)
@@ -127,15 +127,17 @@ def _measured(bench: Bench, crew: Crew, processes: int, slots: int) -> _Runs:
     return runs
 
 
-def _start_ups(bench: Bench, crew: Crew, processes: int, slots: int) -> tuple[_Costs, _Costs]:
+def _start_ups(
+    bench: Bench, children: Children, processes: int, slots: int
+) -> tuple[_Costs, _Costs]:
     """
     Return what starting and finding nothing costs: ours and the floor's; no part of a task.
     """
     with bench.database() as name:
         Producer(bench.tasks(name)).send("later", delay=86_400)
-        ours = crew.race(processes, drain, bench.uri, name, slots, processes > 1)
+        ours = children.race(processes, drain, bench.uri, name, slots, processes > 1)
         floor.prepared(bench.client, name)
-        theirs = crew.race(processes, drain_floor, bench.uri, name, slots, processes > 1)
+        theirs = children.race(processes, drain_floor, bench.uri, name, slots, processes > 1)
     return _Costs.of(ours), _Costs.of(theirs)
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import bson
 
-from benchmarks.crew import Crew
+from benchmarks.children import Children
 from benchmarks.figures import Row
 from benchmarks.measures.growth import finished_and_future
 from benchmarks.setting import Bench, params_of
@@ -26,8 +26,8 @@ def run(bench: Bench) -> list[Row]:
 
 
 def _in_the_database(bench: Bench) -> list[Row]:
-    with Crew(1) as crew:
-        finished, waiting = finished_and_future(bench, crew)
+    with Children(1) as children:
+        finished, waiting = finished_and_future(bench, children)
     return [
         Row(
             measure=MEASURE,
@@ -41,10 +41,10 @@ def _in_the_database(bench: Bench) -> list[Row]:
 
 def _in_the_consumer(bench: Bench) -> list[Row]:
     bench.say(f"memory of {_RUNNING} running and {_WAITING:,} waiting tasks")
-    with bench.database() as name, Crew(2) as crew:
+    with bench.database() as name, Children(2) as children:
         producer = Producer(bench.tasks(name))
         producer.send("first", delay=86_400)
-        child, other = crew.children
+        child, other = children.all
         child.begin(hold_memory, bench.uri, name, _RUNNING)
         idle = child.hear()
         if idle is None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from bson import ObjectId
 from pymongo.collection import Collection
 
-from benchmarks.crew import Crew
+from benchmarks.children import Children
 from benchmarks.figures import Goal, Row, interleaved, median_ratio
 from benchmarks.measures.backlog import duration_s, fill
 from benchmarks.setting import Bench, Document, params_of
@@ -30,11 +30,11 @@ _HEAD: Final = 800
 
 
 def run(bench: Bench) -> list[Row]:
-    with Crew(1) as crew:
-        return [*_others(bench, crew), *_waiting(bench, crew)]
+    with Children(1) as children:
+        return [*_others(bench, children), *_waiting(bench, children)]
 
 
-def _others(bench: Bench, crew: Crew) -> list[Row]:
+def _others(bench: Bench, children: Children) -> list[Row]:
     sizes = bench.scale.others
     count = bench.backlog()
     with contextlib.ExitStack() as stack:
@@ -42,8 +42,8 @@ def _others(bench: Bench, crew: Crew) -> list[Row]:
         for size in sizes:
             bench.say(f"growth: {size:,} other documents")
             name = stack.enter_context(bench.database())
-            _add_others(bench, crew, name, size)
-            runs.append(_beside_others(bench, crew, name, count))
+            _add_others(bench, children, name, size)
+            runs.append(_beside_others(bench, children, name, count))
         results = interleaved(bench.scale.repetitions, *runs)
     return _rows(
         results,
@@ -54,10 +54,10 @@ def _others(bench: Bench, crew: Crew) -> list[Row]:
     )
 
 
-def _beside_others(bench: Bench, crew: Crew, name: str, count: int) -> Callable[[], float]:
+def _beside_others(bench: Bench, children: Children, name: str, count: int) -> Callable[[], float]:
     def run_once() -> float:
         fill(bench, name, range(count))
-        reports: list[Report] = crew.race(1, drain, bench.uri, name, _SLOTS, False)
+        reports: list[Report] = children.race(1, drain, bench.uri, name, _SLOTS, False)
         work = {"key": {"$lt": _OTHERS}}
         collection = bench.tasks(name)
         done = collection.count_documents({**work, "status": "succeeded"})
@@ -70,7 +70,7 @@ def _beside_others(bench: Bench, crew: Crew, name: str, count: int) -> Callable[
     return run_once
 
 
-def _add_others(bench: Bench, crew: Crew, name: str, size: int) -> None:
+def _add_others(bench: Bench, children: Children, name: str, size: int) -> None:
     """
     Add *size* documents: half of them finished, half far in the future.
     """
@@ -78,7 +78,7 @@ def _add_others(bench: Bench, crew: Crew, name: str, size: int) -> None:
     # The first send makes the indexes.
     Producer(collection).send("0", params_of(0), delay=_TEN_YEARS_S)
     collection.delete_many({})
-    models = finished_and_future(bench, crew)
+    models = finished_and_future(bench, children)
     for start in range(0, size, _CHUNK):
         collection.insert_many(
             [
@@ -89,14 +89,14 @@ def _add_others(bench: Bench, crew: Crew, name: str, size: int) -> None:
         )
 
 
-def finished_and_future(bench: Bench, crew: Crew) -> tuple[Document, Document]:
+def finished_and_future(bench: Bench, children: Children) -> tuple[Document, Document]:
     """
     Return the documents of a task that has succeeded, and of one that is far in the future.
     """
     with bench.database() as name:
         collection = bench.tasks(name)
         fill(bench, name, range(1))
-        crew.race(1, drain, bench.uri, name, 1, False)
+        children.race(1, drain, bench.uri, name, 1, False)
         finished = _only(collection)
         collection.delete_many({})
         Producer(collection).send("0", params_of(0), delay=_TEN_YEARS_S)
@@ -111,14 +111,14 @@ def _only(collection: Collection[Document]) -> Document:
     return dict(document)
 
 
-def _waiting(bench: Bench, crew: Crew) -> list[Row]:
+def _waiting(bench: Bench, children: Children) -> list[Row]:
     sizes = bench.scale.waiting
     with contextlib.ExitStack() as stack:
         runs = []
         for size in sizes:
             bench.say(f"growth: {size:,} waiting tasks")
             name = stack.enter_context(bench.database())
-            runs.append(_head_of(bench, crew, name, size))
+            runs.append(_head_of(bench, children, name, size))
         results = interleaved(bench.scale.repetitions, *runs)
     return _rows(
         results,
@@ -129,14 +129,14 @@ def _waiting(bench: Bench, crew: Crew) -> list[Row]:
     )
 
 
-def _head_of(bench: Bench, crew: Crew, name: str, size: int) -> Callable[[], float]:
+def _head_of(bench: Bench, children: Children, name: str, size: int) -> Callable[[], float]:
     numbers = _counted_up()
     wanted = min(_HEAD, bench.backlog())
 
     def run_once() -> float:
         missing = size - bench.tasks(name).count_documents({"status": "waiting"})
         fill(bench, name, [next(numbers) for _ in range(missing)])
-        reports: list[Report] = crew.race(1, drain_some, bench.uri, name, _SLOTS, wanted)
+        reports: list[Report] = children.race(1, drain_some, bench.uri, name, _SLOTS, wanted)
         return wanted / duration_s(reports)
 
     return run_once

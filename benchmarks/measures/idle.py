@@ -12,8 +12,8 @@ from typing import Final
 import attrs
 
 from benchmarks import floor
+from benchmarks.children import Child, Children
 from benchmarks.counting import without_get_more
-from benchmarks.crew import Child, Crew
 from benchmarks.figures import Row
 from benchmarks.setting import Bench
 from benchmarks.standby import echo, serve
@@ -41,13 +41,13 @@ class _Rates:
 
 def run(bench: Bench) -> list[Row]:
     nothing, stream, single, many = _Rates(), _Rates(), _Rates(), _Rates()
-    with Crew(_PROCESSES) as crew:
+    with Children(_PROCESSES) as children:
         for repetition in range(1 if bench.scale.name == "quick" else 2):
             bench.say(f"idle, round {repetition + 1}: four times {bench.scale.idle_s:g} s")
             _watch(bench, [], nothing)
-            _bare_stream(bench, crew.children[0], stream)
-            _consumers(bench, crew.children[:1], 1, single)
-            _consumers(bench, crew.children, _CONSUMERS_EACH, many)
+            _bare_stream(bench, children.all[0], stream)
+            _consumers(bench, children.all[:1], 1, single)
+            _consumers(bench, children.all, _CONSUMERS_EACH, many)
     return _rows(bench, nothing, stream, single, many)
 
 

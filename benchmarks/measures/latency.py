@@ -13,7 +13,7 @@ from typing import Final
 import attrs
 
 from benchmarks import floor
-from benchmarks.crew import Child, Crew, first_said
+from benchmarks.children import Child, Children, first_said
 from benchmarks.figures import Goal, Row, percentile
 from benchmarks.setting import Bench, params_of
 from benchmarks.standby import echo, serve
@@ -35,13 +35,13 @@ def run(bench: Bench) -> list[Row]:
     blocks: dict[str, list[list[float]]] = {variant: [] for variant in _VARIANTS}
     lost: list[float] = []
     count = bench.scale.latency_per_block
-    with Crew(_PROCESSES) as crew:
+    with Children(_PROCESSES) as children:
         for block in range(bench.scale.latency_blocks):
             bench.say(f"start latency, block {block + 1}: {count} sends each")
-            blocks["floor"].append(_floor(bench, crew.children[0], count))
-            latencies, _ = _ours(bench, crew.children[:1], 1, count)
+            blocks["floor"].append(_floor(bench, children.all[0], count))
+            latencies, _ = _ours(bench, children.all[:1], 1, count)
             blocks["1 consumer"].append(latencies)
-            latencies, losses = _ours(bench, crew.children, _CONSUMERS_EACH, count)
+            latencies, losses = _ours(bench, children.all, _CONSUMERS_EACH, count)
             blocks["16 consumers"].append(latencies)
             lost.append(losses / count)
     return _rows(blocks, lost)

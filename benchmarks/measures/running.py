@@ -14,8 +14,8 @@ import attrs
 from pymongo.collection import Collection
 
 from benchmarks import floor
+from benchmarks.children import Child, Children
 from benchmarks.counting import without_get_more
-from benchmarks.crew import Child, Crew
 from benchmarks.figures import Row, compared
 from benchmarks.measures.idle import counted
 from benchmarks.setting import Bench, Document, params_of
@@ -149,8 +149,8 @@ def _pass_time() -> None:
 def run(bench: Bench) -> list[Row]:
     costs = _Costs()
     repetitions = 1 if bench.scale.name == "quick" else 3
-    with bench.database() as name, Crew(2) as crew:
-        owner, other = crew.children
+    with bench.database() as name, Children(2) as children:
+        owner, other = children.all
         scene = _Scene(bench, owner, other, name)
         for repetition in range(repetitions):
             bench.say(f"{_TASKS} running tasks, round {repetition + 1}")
@@ -162,9 +162,9 @@ def run(bench: Bench) -> list[Row]:
                 msg = f"{beats} heartbeats and {updates} bare updates; nothing to compare"
                 raise RuntimeError(msg)
             costs.add(nothing, tasks, bare, beats, updates)
-        for child in crew.children:
+        for child in children.all:
             child.tell("stop")
-        for child in crew.children:
+        for child in children.all:
             child.hear()
     return _rows(bench, costs)
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from benchmarks import floor
 from benchmarks.__main__ import main
+from benchmarks.children import Child, ChildFailed, Children, Line, first_said
 from benchmarks.counting import CommandCounter, LostClaims, without_get_more
-from benchmarks.crew import Child, ChildFailed, Crew, Line, first_said
 from benchmarks.figures import (
     Goal,
     Row,
@@ -289,15 +289,15 @@ def test_children_start_together_and_tell_of_failures() -> None:
     """
     A child runs one function after another; what a function raises comes out at the parent.
     """
-    with Crew(2) as crew:
-        assert crew.race(2, echo, "ready") == ["ready go", "ready go"]
-        first, second = crew.children
+    with Children(2) as children:
+        assert children.race(2, echo, "ready") == ["ready go", "ready go"]
+        first, second = children.all
         first.begin(fail)
         with pytest.raises(ChildFailed, match="LookupError: on purpose"):
             first.hear(30)
-        assert crew.race(1, echo, "again") == ["again go"]
+        assert children.race(1, echo, "again") == ["again go"]
         second.begin(echo, "me")
-        assert first_said(crew.children, 30) == "me"
+        assert first_said(children.all, 30) == "me"
         with pytest.raises(ChildFailed, match="said nothing for 0 s"):
             second.hear(0)
 

@@ -97,15 +97,15 @@ class Child:
         self.connection.close()
 
 
-class Crew:
+class Children:
     """
     Several children that do the same thing at the same time. A context manager.
     """
 
     def __init__(self, size: int) -> None:
-        self.children: Final = [Child() for _ in range(size)]
+        self.all: Final = [Child() for _ in range(size)]
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Children:
         return self
 
     def __exit__(
@@ -114,7 +114,7 @@ class Crew:
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for child in self.children:
+        for child in self.all:
             child.end()
 
     def race(self, size: int, function: Callable[..., object], *args: object) -> list[Any]:
@@ -123,7 +123,7 @@ class Crew:
 
         The function says something once it is prepared, and hears something as the start.
         """
-        team = self.children[:size]
+        team = self.all[:size]
         for child in team:
             child.begin(function, *args)
         for child in team:
