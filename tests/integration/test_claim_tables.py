@@ -44,17 +44,17 @@ def _make_claim(
     return make
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
-def test_claims(table: Table, together: bool) -> None:
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "alone"])
+def test_claims(table: Table, batched: bool) -> None:
     """
     A claim is won exactly where the rules allow it, and settles what has expired in any case.
     """
     make = _make_claim()
     refusals = collections.Counter(_claim(case).refusal for case in table.cases)
-    table = table if together else table.some()
-    table.run(make, together=together)
+    table = table if batched else table.some()
+    table.run(make, batched=batched)
     table.check(lambda case: _claim(case).document)
-    table.check_repeating_changes_nothing(make, together=together)
+    table.check_repeating_changes_nothing(make, batched=batched)
     assert set(refusals) == {
         None,
         "not for this worker",
@@ -112,10 +112,8 @@ def _claim_plain(case: Case, **conditions: Any) -> Claim:
 
 
 @pytest.mark.parametrize("names", [None, ["a", None]])
-@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
-def test_claims_of_plain_tasks(
-    table: Table, together: bool, names: list[str | None] | None
-) -> None:
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "alone"])
+def test_claims_of_plain_tasks(table: Table, batched: bool, names: list[str | None] | None) -> None:
     """
     The short claim does to plain tasks what the long one does, and to others nothing.
     """
@@ -124,7 +122,7 @@ def test_claims_of_plain_tasks(
         refs = [(case.key, _new_id(case)) for case in cases]
         return statements.plain.claim_plain(refs, ME, names=names)
 
-    table.run(make, together=together)
+    table.run(make, batched=batched)
     found = table.documents()
     for case in table.cases:
         expected, got = _claim_plain(case, names=names), found[case.key]
@@ -133,7 +131,7 @@ def test_claims_of_plain_tasks(
     refusals = collections.Counter(_claim_plain(case, names=names).refusal for case in table.cases)
     assert refusals[None] >= 4
     assert {"not due", "not plain", "cancelled", "not for this worker"} <= set(refusals)
-    table.check_repeating_changes_nothing(make, together=together)
+    table.check_repeating_changes_nothing(make, batched=batched)
 
 
 @pytest.mark.parametrize(("under_way_s", "adds"), [(0, True), (6, True), (13, False)])

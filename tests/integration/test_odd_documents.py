@@ -159,7 +159,7 @@ def test_odd_documents_raise_nothing_when_sent_again(odd_table: Table, name: str
             )
         )
 
-    odd_table.run(make, together=False)
+    odd_table.run(make, batched=False)
     if name == "cancel":
         ordinary = [case for case in odd_table.cases if _is_ordinary(case)]
         odd_table.check(lambda case: oracle.cancel(case.document), cases=ordinary)

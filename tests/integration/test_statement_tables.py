@@ -77,26 +77,26 @@ ENDS: Final[dict[str, tuple[Make, Callable[[Case], Document]]]] = {
 }
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "alone"])
 @pytest.mark.parametrize("name", list(ENDS))
-def test_outcomes(table: Table, name: str, together: bool) -> None:
+def test_outcomes(table: Table, name: str, batched: bool) -> None:
     """
     An outcome changes an open attempt, also one whose lease has ended, and nothing else.
     """
     make, expect = ENDS[name]
-    table = table if together else table.some()
-    table.run(make, together=together)
+    table = table if batched else table.some()
+    table.run(make, batched=batched)
     table.check(expect)
     changed = [oracle.open_attempt(case.document, case.running_id) for case in table.cases]
     assert len(table.cases) / 4 < sum(attempt is not None for attempt in changed)
     assert None in changed
     assert any(attempt is not None and oracle.is_expired(attempt) for attempt in changed)
-    table.check_repeating_changes_nothing(make, together=together)
+    table.check_repeating_changes_nothing(make, batched=batched)
 
 
 @pytest.mark.parametrize("progress", [None, {"$set": ["$$NOW", "$key"]}])
-@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
-def test_successes_of_plain_tasks(table: Table, together: bool, progress: object) -> None:
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "alone"])
+def test_successes_of_plain_tasks(table: Table, batched: bool, progress: object) -> None:
     """
     The short success does to tasks with one attempt what the long one does, and to others nothing.
     """
@@ -118,7 +118,7 @@ def test_successes_of_plain_tasks(table: Table, together: bool, progress: object
             after.pop("finished_by", None)
         return after
 
-    table.run(make, together=together)
+    table.run(make, batched=batched)
     found = table.documents()
     for case in table.cases:
         problem = oracle.difference(expect(case), found[case.key], table.earliest, table.latest)
@@ -126,7 +126,7 @@ def test_successes_of_plain_tasks(table: Table, together: bool, progress: object
     done = [case for case in table.cases if is_plain(case)]
     assert sum(oracle.open_attempt(c.document, c.running_id) is not None for c in done) >= 8
     assert any("expire_at" in found[case.key] for case in done)
-    table.check_repeating_changes_nothing(make, together=together)
+    table.check_repeating_changes_nothing(make, batched=batched)
 
 
 def test_outcomes_carry_progress(table: Table) -> None:
@@ -137,13 +137,13 @@ def test_outcomes_carry_progress(table: Table) -> None:
     table = table.some()
     table.run(
         lambda cases: statements.attempts.succeed([cases[0].ref], [1], progress=progress),
-        together=False,
+        batched=False,
     )
     table.check(lambda case: oracle.succeed(case.document, case.running_id, 1, progress=progress))
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
-def test_heartbeats(table: Table, together: bool) -> None:
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "alone"])
+def test_heartbeats(table: Table, batched: bool) -> None:
     """
     A heartbeat extends the lease of an open attempt, never moves one back, and says that it beat.
     """
@@ -151,11 +151,11 @@ def test_heartbeats(table: Table, together: bool) -> None:
     def make(cases: Sequence[Case]) -> Update:
         return statements.attempts.heartbeat(_refs(cases))
 
-    table = table if together else table.some()
-    table.run(make, together=together)
+    table = table if batched else table.some()
+    table.run(make, batched=batched)
     table.check(lambda case: oracle.heartbeat(case.document, case.running_id))
     before = table.documents()
-    table.run(make, together=together)
+    table.run(make, batched=batched)
     table.check(lambda case: oracle.heartbeat(before[case.key], case.running_id))
     for key, document in table.documents().items():
         for earlier, later in zip(
@@ -173,7 +173,7 @@ def test_heartbeats_carry_progress(table: Table) -> None:
     table = table.some()
     table.run(
         lambda cases: statements.attempts.heartbeat([cases[0].ref], progress=progress),
-        together=False,
+        batched=False,
     )
     table.check(lambda case: oracle.heartbeat(case.document, case.running_id, progress=progress))
 
@@ -181,8 +181,8 @@ def test_heartbeats_carry_progress(table: Table) -> None:
 HOSTILE: Final = ["$key", "$$NOW", "$x.y", "$$e.running_id", "{$literal: 1}"]
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
-def test_texts_that_look_like_expressions(collection: Collection[Document], together: bool) -> None:
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "alone"])
+def test_texts_that_look_like_expressions(collection: Collection[Document], batched: bool) -> None:
     """
     Keys, ids, reasons and values are stored as they are, whatever they look like.
     """
@@ -191,7 +191,7 @@ def test_texts_that_look_like_expressions(collection: Collection[Document], toge
     collection.insert_many(
         [{**plain(max_unexpected_retries=1), "key": key, "name": key} for key in HOSTILE]
     )
-    batches = [refs] if together else [[ref] for ref in refs]
+    batches = [refs] if batched else [[ref] for ref in refs]
     for batch in batches:
         store.update(statements.attempts.claim(batch, "$worker_id", names=HOSTILE))
         failures = [statements.attempts.Failure(key, 0) for key, _ in batch[1:]]
@@ -216,8 +216,8 @@ def _has_own_budgets(document: Document) -> bool:
     return bool(document.get("retry", {}).get("scope") == "worker")
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
-def test_repairs(table: Table, together: bool) -> None:
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "alone"])
+def test_repairs(table: Table, batched: bool) -> None:
     """
     A repair sets what follows from the rest of the document, and a second one changes nothing.
     """
@@ -226,10 +226,10 @@ def test_repairs(table: Table, together: bool) -> None:
         return statements.attempts.repair([case.key for case in cases])
 
     assert {oracle.status_of(case.document) for case in table.cases} == set(model.STATUSES)
-    table = table if together else table.some()
-    table.run(make, together=together)
+    table = table if batched else table.some()
+    table.run(make, batched=batched)
     table.check(lambda case: oracle.repair(case.document))
-    table.check_repeating_changes_nothing(make, together=together)
+    table.check_repeating_changes_nothing(make, batched=batched)
     for case in table.cases:
         option = case.document["task_option"]
         shared = option["concurrent_worker_cnt"] > 1 or _has_own_budgets(case.document)
@@ -254,9 +254,9 @@ def test_cancelling(table: Table) -> None:
     def make(cases: Sequence[Case]) -> Update:
         return statements.producing.cancel(cases[0].key)
 
-    table.run(make, together=False)
+    table.run(make, batched=False)
     table.check(lambda case: oracle.cancel(case.document))
-    table.check_repeating_changes_nothing(make, together=False, cases=table.cases[ALONE])
+    table.check_repeating_changes_nothing(make, batched=False, cases=table.cases[ALONE])
 
 
 REPLACEMENT: Final = SendOptions.checked(
@@ -298,9 +298,9 @@ def test_sending_again(table: Table) -> None:
     """
     A resend replaces, cleans and arms as asked for, once, and spares a running task if told to.
     """
-    table.run(_make_resend, together=False)
+    table.run(_make_resend, batched=False)
     table.check(lambda case: oracle.resend(case.document, **_resend_arguments(case)))
-    table.check_repeating_changes_nothing(_make_resend, together=False, cases=table.cases[ALONE])
+    table.check_repeating_changes_nothing(_make_resend, batched=False, cases=table.cases[ALONE])
 
 
 def test_a_refused_resend_changes_nothing(collection: Collection[Document]) -> None:

@@ -346,9 +346,7 @@ class Table:
         reply = self.collection.database.client.admin.command("hello")
         return _stored(reply["localTime"])
 
-    def run(
-        self, make: Make, *, together: bool = True, cases: Iterable[Case] | None = None
-    ) -> None:
+    def run(self, make: Make, *, batched: bool = True, cases: Iterable[Case] | None = None) -> None:
         """
         Run the statement that *make* makes, for a hundred cases at once or for each alone.
         """
@@ -357,7 +355,7 @@ class Table:
             self._insert()
             self.filled = True
         self.earliest = self.server_time() - SLACK
-        if together:
+        if batched:
             for start in range(0, len(chosen), 100):
                 self.store.update(make(chosen[start : start + 100]))
         else:
@@ -390,13 +388,13 @@ class Table:
         assert derived == (oracle.status_of(got), oracle.due_of(got)), got
 
     def check_repeating_changes_nothing(
-        self, make: Make, *, together: bool = True, cases: Iterable[Case] | None = None
+        self, make: Make, *, batched: bool = True, cases: Iterable[Case] | None = None
     ) -> None:
         """
         Run a statement again and compare every document with what it was.
         """
         before = self.documents()
-        self.run(make, together=together, cases=cases)
+        self.run(make, batched=batched, cases=cases)
         after = self.documents()
         for key, document in before.items():
             problem = oracle.difference(document, after[key], self.earliest, self.latest)
