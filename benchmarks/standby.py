@@ -88,7 +88,7 @@ def _is_settled(consumer: Consumer) -> bool:
     return consumer.wait_started(0) and consumer.health().discovery == "stream"
 
 
-def _beating() -> int:
+def _sending_heartbeats() -> int:
     return sum(thread.name.startswith("ms-heartbeat:") for thread in threading.enumerate())
 
 
@@ -166,7 +166,9 @@ def hold_memory(line: Line, uri: str, database: str, slots: int) -> None:
                 _wait(lambda: running >= wanted, "the tasks run")
                 # What a heartbeat takes belongs to a running task, if it takes anything.
                 with contextlib.suppress(TimeoutError):
-                    _wait(lambda: _beating() >= wanted, "the tasks beat", 10.0)
+                    _wait(
+                        lambda: _sending_heartbeats() >= wanted, "the tasks send heartbeats", 10.0
+                    )
                 time.sleep(3.0)
                 line.say(resident_bytes())
                 wanted = line.hear()

@@ -25,8 +25,8 @@ from mscheduler_sync import Producer
 
 MEASURE: Final = "running"
 _TASKS: Final = 100
-#: Ten times as often as by default, so that a short look sees many. The lease is the default:
-#: a shorter one would make other consumers look more often.
+#: Ten times as often as by default, so that a short time sees many. The lease is the default: a
+#: shorter one would make other consumers query more often.
 _HEARTBEAT_S, _DEFAULT_HEARTBEAT_S, _LEASE_S = 2.0, 20.0, 60.0
 _LOOK_S: Final = 4.0
 _MS: Final = 1000.0
@@ -45,20 +45,22 @@ class _Costs:
     others_events: list[float] = attrs.field(factory=list)
     others_commands: list[float] = attrs.field(factory=list)
 
-    def add(self, nothing: _Look, tasks: _Look, bare: _Look, beats: int, updates: int) -> None:
+    def add(
+        self, nothing: _Usage, tasks: _Usage, bare: _Usage, heartbeats: int, updates: int
+    ) -> None:
         """
         Add a round: what *tasks* used beyond *nothing*, by heartbeat.
         """
-        self.commands.append(_beyond(nothing.owner, tasks.owner) / beats)
-        self.client_ms.append((tasks.owner.cpu_s - nothing.owner.cpu_s) / beats * _MS)
-        self.server_ms.append((tasks.server_ms - nothing.server_ms) / beats)
+        self.commands.append(_beyond(nothing.owner, tasks.owner) / heartbeats)
+        self.client_ms.append((tasks.owner.cpu_s - nothing.owner.cpu_s) / heartbeats * _MS)
+        self.server_ms.append((tasks.server_ms - nothing.server_ms) / heartbeats)
         self.floor_server_ms.append((bare.server_ms - nothing.server_ms) / updates)
-        self.others_events.append(max(0, tasks.other.events - nothing.other.events) / beats)
-        self.others_commands.append(max(0, _beyond(nothing.other, tasks.other)) / beats)
+        self.others_events.append(max(0, tasks.other.events - nothing.other.events) / heartbeats)
+        self.others_commands.append(max(0, _beyond(nothing.other, tasks.other)) / heartbeats)
 
 
 @attrs.frozen
-class _Look:
+class _Usage:
     """
     What was used while the parent looked on.
     """
@@ -91,7 +93,7 @@ class _Scene:
             child.begin(serve, bench.uri, name, 1, slots, kind)
             child.hear()
 
-    def look(self, while_passing: Callable[[], object]) -> _Look:
+    def observe(self, while_passing: Callable[[], object]) -> _Usage:
         """
         Call *while_passing*; return what was used meanwhile.
         """
@@ -99,12 +101,12 @@ class _Scene:
         before_s = self._bench.server_cpu_s() or 0.0
         while_passing()
         after_s = self._bench.server_cpu_s() or 0.0
-        return _Look((after_s - before_s) * _MS, *counted(self._children))
+        return _Usage((after_s - before_s) * _MS, *counted(self._children))
 
-    def look_at_nothing(self) -> _Look:
-        return self.look(_pass_time)
+    def look_at_nothing(self) -> _Usage:
+        return self.observe(_pass_time)
 
-    def look_at_tasks(self) -> _Look:
+    def look_at_tasks(self) -> _Usage:
         self._producer.send_many(
             [(f"held-{n}", params_of(n)) for n in itertools.islice(self._numbers, _TASKS)],
             heartbeat=_HEARTBEAT_S,
@@ -112,15 +114,15 @@ class _Scene:
         )
         self._owner.tell(_TASKS)
         self._owner.hear()
-        # All have begun to beat.
+        # All have begun to send heartbeats.
         time.sleep(_HEARTBEAT_S + 0.5)
-        seen = self.look(_pass_time)
+        seen = self.observe(_pass_time)
         self._owner.tell("release")
         self._owner.hear()
         time.sleep(0.5)
         return seen
 
-    def look_at_floor(self) -> tuple[_Look, int]:
+    def look_at_floor(self) -> tuple[_Usage, int]:
         """
         Look at bare guarded updates of as many documents, as often; return also how many.
         """
@@ -134,12 +136,12 @@ class _Scene:
                 if now_s > began_s + _LOOK_S:
                     return
                 self._bare.update_one(
-                    {"key": floor.key_of(number), "state": 0}, {"$set": {"beat": updates}}
+                    {"key": floor.key_of(number), "state": 0}, {"$set": {"updates": updates}}
                 )
                 updates += 1
                 time.sleep(max(0.0, began_s + updates * _HEARTBEAT_S / _TASKS - time.monotonic()))
 
-        return self.look(update), updates
+        return self.observe(update), updates
 
 
 def _pass_time() -> None:
@@ -157,11 +159,11 @@ def run(bench: Bench) -> list[Row]:
             nothing = scene.look_at_nothing()
             tasks = scene.look_at_tasks()
             bare, updates = scene.look_at_floor()
-            beats = tasks.owner.commands.get("update", 0)
-            if not beats or not updates:
-                msg = f"{beats} heartbeats and {updates} bare updates; nothing to compare"
+            heartbeats = tasks.owner.commands.get("update", 0)
+            if not heartbeats or not updates:
+                msg = f"{heartbeats} heartbeats and {updates} bare updates; nothing to compare"
                 raise RuntimeError(msg)
-            costs.add(nothing, tasks, bare, beats, updates)
+            costs.add(nothing, tasks, bare, heartbeats, updates)
         for child in children.all:
             child.tell("stop")
         for child in children.all:

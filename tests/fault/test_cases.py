@@ -156,9 +156,10 @@ def test_heartbeats_go_on_while_draining(scene: Scene) -> None:
         with scene.another_consumer(worker_id="two"):
             stopping = threading.Thread(target=consumer.stop, args=[20])
             stopping.start()
-            beats = len(scene.app.log.of("heartbeat", "update"))
+            heartbeats = len(scene.app.log.of("heartbeat", "update"))
             wait_until(
-                lambda: len(scene.app.log.of("heartbeat", "update")) >= beats + 8, "eight beats"
+                lambda: len(scene.app.log.of("heartbeat", "update")) >= heartbeats + 8,
+                "eight heartbeats",
             )
             scene.gate("task").set()
             stopping.join()

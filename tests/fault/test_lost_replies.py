@@ -143,9 +143,10 @@ def test_heartbeats_lose_their_reply(plain: Scene, proxy: Proxy, command: str) -
         plain.witness.wait_begun("task")
         proxy.drop_replies(command, 2)
         wait_until(lambda: proxy.dropped == 2, "two replies are lost")
-        beats = len(plain.app.log.of("heartbeat", "update"))
+        heartbeats = len(plain.app.log.of("heartbeat", "update"))
         wait_until(
-            lambda: len(plain.app.log.of("heartbeat", "update")) > beats + 1, "it beats again"
+            lambda: len(plain.app.log.of("heartbeat", "update")) > heartbeats + 1,
+            "it sends another heartbeat",
         )
         assert not plain.contexts["task"].cancelled.is_set()
         plain.gate("task").set()
@@ -227,7 +228,7 @@ def test_the_network_is_cut_during_a_task(plain: Scene, proxy: Proxy, share: flo
     with plain.consuming():
         plain.send("task", "wait", max_attempts=1, **SHORT)
         plain.witness.wait_begun("task")
-        wait_until(lambda: plain.app.log.of("heartbeat", "update"), "it beats")
+        wait_until(lambda: plain.app.log.of("heartbeat", "update"), "it sends a heartbeat")
         proxy.cut()
         threading.Event().wait(share * SHORT["lease"])
         proxy.restore()
@@ -273,7 +274,7 @@ def test_every_write_waits_for_the_majority(
         producer.send("task", {"do": "wait raise-first"}, lease=1, heartbeat=0.1, retry_delay=0)
         scene.invariants.sent("task")
         scene.witness.wait_begun("task")
-        wait_until(lambda: scene.app.log.of("heartbeat", "update"), "it beats")
+        wait_until(lambda: scene.app.log.of("heartbeat", "update"), "it sends a heartbeat")
         producer.send("task", {"do": "return"}, if_exists="update", delay=0)
         scene.gate("task").set()
         scene.wait_status("task", "succeeded")

@@ -39,7 +39,7 @@ from tests.support.servers import OwnServer, own_server
 Kind = Literal["killed", "frozen"]
 
 SHORT: Mapping[str, Any] = {"lease": 2.0, "heartbeat": 0.5}
-#: All parts work again within 10 s; a busy machine gets a little more.
+#: All components work again within 10 s; a busy machine gets a little more.
 BACK_S = 12.0
 
 
@@ -87,7 +87,7 @@ def orphan(scene: Scene, key: str) -> None:
 
 def all_parts_work(scene: Scene) -> None:
     """
-    Prove of each part that it works, within `BACK_S` in all.
+    Prove of each component that it works, within `BACK_S` in all.
     """
     deadline_s = time.monotonic() + BACK_S
 
@@ -114,7 +114,7 @@ def all_parts_work(scene: Scene) -> None:
         scene.gate("back-long").set()
         assert events.wait_for(lambda event: event.key == "back-long", left_s()) is not None
     wait_until(lambda: scene.consumer.health().discovery == "stream", "it streams", left_s())
-    wait_until(lambda: scene.consumer.health().ok, "all parts are well", left_s())
+    wait_until(lambda: scene.consumer.health().ok, "all components are well", left_s())
 
 
 @pytest.mark.parametrize(
@@ -267,13 +267,13 @@ def test_a_stop_without_a_server(
     assert counts == {"running": 2, "claiming": 1, "starting": 1}
 
 
-def test_no_part_sleeps_on(scenes: Callable[[str], Scene]) -> None:
+def test_no_component_sleeps_on(scenes: Callable[[str], Scene]) -> None:
     """
-    However long an outage lasted, every part looks again soon enough to be back in time (B59).
+    However long an outage lasted, every component asks again soon enough to be back in time (B59).
     """
     with scenes("idle").consuming() as consumer:
         assert consumer._assembly is not None
-        pauses = {part.component: part.longest_pause_s for part in consumer._assembly.services}
+        pauses = {one.component: one.longest_pause_s for one in consumer._assembly.services}
     assert set(pauses) == {"outcome", "heartbeat", "claim", "fetch", "watch"}
     assert max(pauses.values()) <= BACK_S
 

@@ -68,7 +68,7 @@ def make(server_uri: str, database: Database[Document]) -> Iterator[Make]:
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     """
-    A handler that complains of what must not be.
+    A handler that notes what must not be.
     """
     recorder = Recorder()
     yield recorder

@@ -161,8 +161,8 @@ def test_a_node_that_loses_the_server_gives_up_before_others_take_over(
     grow: Grow, caller: Node, database: Database[Document], client: MongoClient[Document]
 ) -> None:
     """
-    Its beats fail for longer than the lease: it stops its jobs first, then the other node starts
-    them; no two runs of a key overlap. Afterwards it is a member again.
+    Its heartbeats fail for longer than the lease: it stops its jobs first, then the other node
+    starts them; no two runs of a key overlap. Afterwards it is a member again.
     """
     recorder = Recorder()
     name = "cutoff"

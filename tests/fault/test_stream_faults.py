@@ -208,7 +208,7 @@ def test_the_collection_goes_away(
             for number in range(3):
                 Producer(scene.tasks).send(f"after-{number}", {"do": "return"})
                 scene.wait_status(f"after-{number}", "succeeded", 15)
-            wait_until(lambda: scene.consumer.health().ok, "all parts are well", 15)
+            wait_until(lambda: scene.consumer.health().ok, "all components are well", 15)
             wait_streaming(scene)
             scene.probe()
         names = {index.name for index in INDEXES}
@@ -254,7 +254,7 @@ def test_a_missing_privilege(
         assert Producer(scene.app_tasks).send("mine", {"do": "return"}).inserted
         for key in ("task", "future", "mine"):
             scene.wait_status(key, "succeeded", SOON_S)
-        wait_until(lambda: consumer.health().ok, "all parts are well", 15)
+        wait_until(lambda: consumer.health().ok, "all components are well", 15)
         assert streams(scene) == (command != "aggregate")
         scene.probe()
     assert len(logged.events("polling")) == (command == "aggregate")

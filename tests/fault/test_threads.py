@@ -216,28 +216,28 @@ def test_cancelling_a_blocked_function_is_a_request_only(
     assert status_of(collection, "cancelled") == "cancelled"
 
 
-def test_a_function_left_behind_leaves_no_beating_thread(
+def test_a_function_left_behind_leaves_no_heartbeat_thread(
     producer: Producer, collection: Tasks, gate: threading.Event
 ) -> None:
     """
-    A beat that is far away (here 20 s) keeps no thread: only the function's own is named.
+    A heartbeat that is far away (here 20 s) keeps no thread: only the function's own is named.
     """
     consumer = Consumer(collection, lambda _: gate.wait(60))
     consumer.start()
     producer.send("one")
     wait_until(lambda: consumer.running_count == 1, "it runs")
-    # A change by somebody else begins the beating at once.
+    # A change by somebody else begins the heartbeats at once.
     producer.update("one", tags=["changed"])
     beaters = f"ms-heartbeat:{consumer.worker_id}_"
     wait_until(
         lambda: any(thread.name.startswith(beaters) for thread in threading.enumerate()),
-        "a thread beats",
+        "a thread sends heartbeats",
     )
     report = consumer.stop(0.5)
     assert report.abandoned == ("one",)
     wait_until(
         lambda: not any(thread.name.startswith(beaters) for thread in threading.enumerate()),
-        "the beating thread has ended",
+        "the thread of its heartbeats has ended",
     )
     gate.set()
     wait_until(lambda: not executor_threads(consumer), "the function's thread ends")
@@ -261,7 +261,7 @@ def test_no_exception_costs_a_thread_or_a_slot(producer: Producer, collection: T
     ]
 
     def work(params: Any) -> None:
-        time.sleep(0.05)  # longer than a heartbeat interval: each attempt has a beating thread
+        time.sleep(0.05)  # longer than a heartbeat interval: each attempt has a thread for them
         if params is not None:
             raise kinds[params % len(kinds)]
 
@@ -275,9 +275,9 @@ def test_no_exception_costs_a_thread_or_a_slot(producer: Producer, collection: T
         producer.send_many([(f"good-{n}", None) for n in range(40)], **options)
         assert consumer.run_until_idle(60)
         assert producer.count(status="succeeded") == 40
-        # Some more than slots: a thread that beats, or ran a function, may be a moment behind.
-        beating = [t.name for t in threading.enumerate() if t.name.startswith("ms-heartbeat")]
-        assert len(beating) <= 20, beating
+        # Some more than slots: a thread of heartbeats, or of a function, may be a moment behind.
+        senders = [t.name for t in threading.enumerate() if t.name.startswith("ms-heartbeat")]
+        assert len(senders) <= 20, senders
 
 
 def test_a_heartbeat_that_fails_for_a_bug_gives_up_its_attempt_alone(

@@ -321,7 +321,7 @@ TOLERATED: list[Case] = [
 
 def check_tolerated(producer: Producer, collection: Tasks, cases: list[Case]) -> None:
     """
-    Each case runs to its success, and nothing is complained of.
+    Each case runs to its success, and nothing is logged as wrong.
     """
     odd = spoiled(producer, collection, cases)
     consumer = polling(collection, echo)

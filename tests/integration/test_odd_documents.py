@@ -248,7 +248,7 @@ def test_dates_beyond_all_years_raise_nothing(
     store.update(statements.attempts.repair([document["key"], ended["key"]]))
     (found,) = store.find(statements.discovery.whole(["failed"]))
     if milliseconds > 0:
-        # The retry was reckoned from the last year that there is.
+        # The retry was computed from the last year that there is.
         assert codec.envelope(found)["due"] == oracle.NEVER + dt.timedelta(seconds=1)
     (found,) = store.find(statements.discovery.whole(["ended"]))
     if milliseconds > 0:

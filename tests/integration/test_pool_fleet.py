@@ -65,7 +65,7 @@ def make(database: Database[Document], watch: bool) -> Iterator[Make]:
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     """
-    What the handlers of all nodes of a test were told; it complains of what must not be.
+    What the handlers of all nodes of a test were told; it notes what must not be.
     """
     recorder = Recorder()
     yield recorder

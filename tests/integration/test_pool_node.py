@@ -66,7 +66,7 @@ def make(database: Database[Document], watch: bool) -> Iterator[Make]:
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     """
-    A handler that complains of what must not be.
+    A handler that notes what must not be.
     """
     recorder = Recorder()
     yield recorder

@@ -184,10 +184,10 @@ def test_a_consumer_with_a_wrong_password_keeps_trying(
     with Consumer(guarded.tasks("late", uri=uri), lambda _: "done") as consumer:
         assert not consumer.wait_started(1)
         wait_until(lambda: not consumer.health().ok, "health is bad", 25)
-        parts = consumer.health().components
-        assert "uthentication" in str(parts["fetch"].last_error)
-        assert all(part.alive for part in parts.values())
-        said = [repr(consumer), repr(consumer.health()), str(parts)]
+        components = consumer.health().components
+        assert "uthentication" in str(components["fetch"].last_error)
+        assert all(component.alive for component in components.values())
+        said = [repr(consumer), repr(consumer.health()), str(components)]
 
         root.database.command("createUser", "late", pwd=password, roles=["readWrite"])
         assert Producer(root).result("one", 60) == "done"
@@ -347,9 +347,9 @@ def test_a_connection_that_cannot_be_trusted_is_not_used(
             assert "certificate" in str(caught.value)
         with Consumer(tasks, print, stop_timeout=1) as consumer:
             wait_until(lambda: not consumer.health().ok, "health is bad", 20)
-            parts = consumer.health().components
-            assert all(part.alive for part in parts.values())
-            assert parts["fetch"].last_error is not None
+            components = consumer.health().components
+            assert all(component.alive for component in components.values())
+            assert components["fetch"].last_error is not None
     with tls_client(tls_port, certificates / "right.pem") as client:
         assert client.shop.tasks.count_documents({"key": "never"}) == 0
 

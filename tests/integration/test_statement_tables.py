@@ -145,7 +145,7 @@ def test_outcomes_carry_progress(table: Table) -> None:
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "alone"])
 def test_heartbeats(table: Table, batched: bool) -> None:
     """
-    A heartbeat extends the lease of an open attempt, never moves one back, and says that it beat.
+    A heartbeat extends the lease of an open attempt, never moves one back, and notes its time.
     """
 
     def make(cases: Sequence[Case]) -> Update:

@@ -120,7 +120,7 @@ def test_the_stream_tells_of_what_may_be_claimed(
     collection: Collection[Document], document: Document, write: Any, is_told: bool
 ) -> None:
     """
-    Of our own writes only those that leave something to claim; of other programs' all but beats.
+    Of our own writes only those that leave something to claim; of others' all but heartbeats.
     """
     collection.insert_one({**copy.deepcopy(document), "key": "one"})
     store = TaskStore(collection)

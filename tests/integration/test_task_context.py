@@ -335,7 +335,9 @@ def test_progress_without_room_costs_neither_lease_nor_outcome(
     with polling(collection, function) as consumer:
         wait_until(lambda: contexts, "it runs", 20)
         first = task_of(producer).attempts[0].lease_end
-        wait_until(lambda: task_of(producer).attempts[0].lease_end != first, "it beats", 20)
+        wait_until(
+            lambda: task_of(producer).attempts[0].lease_end != first, "it sends a heartbeat", 20
+        )
         assert not contexts[0].cancelled.is_set()
         go.set()
         assert producer.result("k", 20) == 1

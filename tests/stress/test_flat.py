@@ -54,7 +54,7 @@ def measured(child: Child, producer: Producer) -> tuple[float, int, int]:
     Return memory in megabytes, threads, and connections of *child*.
     """
     taken: dict[str, Any] = producer.result(producer.send(None, "measure", priority=9).key, 60)
-    # Threads that beat come and go.
+    # Threads that send heartbeats come and go.
     threads = sum(n for kind, n in taken["threads"].items() if kind != "ms-heartbeat")
     return rss_mb(child), threads, taken["connections"]
 

@@ -190,12 +190,12 @@ def test_heartbeats(places: Places) -> None:
     """
     held = {id(place): place.claimed("heartbeat") for place in (places.alone, places.beside_others)}
 
-    def beat(place: Place, number: int) -> tuple[tuple[int, int], int]:
+    def heartbeat(place: Place, number: int) -> tuple[tuple[int, int], int]:
         key, running_id = held[id(place)][number]
         written = place.store.update(statements.attempts.heartbeat([(key, running_id)]))
         return written, len(place.store.find(statements.attempts.attempt_state([key])))
 
-    assert growth(places, beat, expected=((1, 1), 1)) < MOST
+    assert growth(places, heartbeat, expected=((1, 1), 1)) < MOST
 
 
 @pytest.mark.parametrize(

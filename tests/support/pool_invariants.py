@@ -23,7 +23,7 @@ STATES = {"pending", "starting", "running", "failed"}
 
 class Recorder:
     """
-    A handler that remembers what it was told, and complains of what must not be.
+    A handler that remembers what it was told, and notes what must not be.
 
     Shared by the workers of a test's process: a start of a key that runs already, a stop or
     notification of one that does not, or a fence that did not grow are errors.

@@ -96,14 +96,14 @@ def test_the_memory_is_bounded() -> None:
 
 def test_one_thread_of_many_complains() -> None:
     """
-    Of threads that complain of one thing at once, one is told that it is new.
+    Of threads that log one thing at once, one is told that it is new.
     """
     throttle = LogThrottle()
     start = threading.Barrier(8)
 
-    def complain(_: int) -> int:
+    def is_allowed(_: int) -> int:
         start.wait(10)
         return sum(throttle.allows(number) for number in range(100))
 
     with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(complain, range(8))) == 100
+        assert sum(pool.map(is_allowed, range(8))) == 100

@@ -101,7 +101,7 @@ def test_a_name_is_taken_once() -> None:
 )
 def test_a_wrong_name_is_refused_at_once(name: object, kind: type[Exception]) -> None:
     """
-    Also the decorator complains where it is written, not when it is applied.
+    Also the decorator raises where it is written, not when it is applied.
     """
     router = Router()
     calls: list[Callable[[], object]] = [
