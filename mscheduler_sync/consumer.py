@@ -167,7 +167,7 @@ class Consumer(EventSource):
         Blocks up to *timeout* seconds (default: `stop_timeout`) and about one more,
         whatever the server or a function does. After three quarters of the time the
         functions are asked to end (``context.cancelled``, reason ``shutdown``); those
-        that do not are left behind: their threads go on, their results are not
+        that do not are abandoned: their threads go on, their results are not
         stored, and their tasks run again elsewhere once the lease ends, without
         having used up an attempt. Safe to call again, and from any thread; the
         second caller waits for the first. Called by a running task, or in a forked

@@ -50,7 +50,7 @@ class Attempt:
     retry_at: dt.datetime | None
     #: The function asked to fail the task for good.
     final: bool = False
-    #: A stop left this attempt behind.
+    #: A stop has abandoned this attempt.
     interrupted: bool = False
 
     @property

@@ -79,7 +79,7 @@ class Snoozed:
 @attrs.frozen
 class Interrupted:
     """
-    A stop leaves the running function behind; once the lease ends the attempt is not counted.
+    A stop abandons the running function; once the lease ends the attempt is not counted.
     """
 
 

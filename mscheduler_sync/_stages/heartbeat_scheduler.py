@@ -88,7 +88,7 @@ class HeartbeatScheduler(Service):
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            # Functions that a stop has left behind would keep their senders waiting.
+            # Functions that a stop has abandoned would keep their senders waiting.
             for attempt in self._sending:
                 attempt.wake.set()
 

@@ -217,7 +217,7 @@ class RunningAttempts:
 
     def abandon(self, outcome: Interrupted | Released) -> list[HeldAttempt]:
         """
-        Give up all functions that still run with this *outcome*: what they return is not written.
+        Abandon all functions that still run, with this *outcome*: what they return is not written.
         """
         with self._lock:
             running = [a for a in self._held.values() if not a.ended]

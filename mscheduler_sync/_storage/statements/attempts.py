@@ -280,7 +280,7 @@ def _remove(refs: Sequence[Ref], counter: str, facts: Document) -> Update:
 
 def mark_interrupted(refs: Sequence[Ref], *, progress: object = None) -> Update:
     """
-    Say that a stop left the attempts behind: once a lease ends, its attempt is not counted.
+    Say that a stop has abandoned the attempts: once a lease ends, its attempt is not counted.
     """
     _, running_ids = split(refs)
     attempts = x.replace_attempts(running_ids, {"interrupted": True})
