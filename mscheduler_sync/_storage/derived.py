@@ -52,29 +52,29 @@ _MAX_FAILURES: Final[Expr] = {
     ]
 }
 _IS_FINAL: Final[Expr] = {
-    "$in": [True, x.attempts_mapped({"$eq": ["$$e.final", True]}, source="$$bad")]
+    "$in": [True, x.attempts_mapped({"$eq": ["$$e.final", True]}, source="$$failures")]
 }
 
 _COUNTED: Final[dict[str, Expr]] = {
-    "ok": {"$size": x.attempts_where(x.E_SUCCEEDED)},
+    "successes": {"$size": x.attempts_where(x.E_SUCCEEDED)},
     "open": x.attempts_where(x.E_OPEN),
-    "bad": x.attempts_where({"$and": [x.E_FAILED, {"$not": [x.E_SUCCEEDED]}]}),
+    "failures": x.attempts_where({"$and": [x.E_FAILED, {"$not": [x.E_SUCCEEDED]}]}),
     "places": "$task_option.concurrent_worker_cnt",
     "cancelled": x.has("$cancel.time"),
 }
 _JUDGED: Final[dict[str, Expr]] = {
     # No further attempt is allowed, whoever asks.
-    "spent": {"$or": [{"$gte": [{"$size": "$$bad"}, _MAX_FAILURES]}, _IS_FINAL]},
+    "spent": {"$or": [{"$gte": [{"$size": "$$failures"}, _MAX_FAILURES]}, _IS_FINAL]},
     # From when the next attempt may start.
     "ready": {
         "$max": [
             "$task_state.start_time",
-            {"$max": x.attempts_mapped(_RETRY_TIME, source="$$bad")},
+            {"$max": x.attempts_mapped(_RETRY_TIME, source="$$failures")},
         ]
     },
-    "held": {"$size": "$$open"},
+    "running": {"$size": "$$open"},
     # The earliest end of an open lease.
-    "ends": {"$min": x.attempts_mapped(_LEASE_END, source="$$open")},
+    "first_end": {"$min": x.attempts_mapped(_LEASE_END, source="$$open")},
 }
 
 
@@ -94,15 +94,21 @@ def in_scope(value: Expr) -> Expr:
 #: A place and a try are left, and nobody has cancelled.
 IS_FREE: Final[Expr] = {
     "$not": [
-        {"$or": ["$$cancelled", "$$spent", {"$gte": [{"$add": ["$$ok", "$$held"]}, "$$places"]}]}
+        {
+            "$or": [
+                "$$cancelled",
+                "$$spent",
+                {"$gte": [{"$add": ["$$successes", "$$running"]}, "$$places"]},
+            ]
+        }
     ]
 }
 #: See docs/state_machine.md.
 STATUS: Final[Expr] = {
     "$switch": {
         "branches": [
-            {"case": {"$gte": ["$$ok", "$$places"]}, "then": x.SUCCEEDED},
-            {"case": {"$gt": ["$$held", 0]}, "then": x.RUNNING},
+            {"case": {"$gte": ["$$successes", "$$places"]}, "then": x.SUCCEEDED},
+            {"case": {"$gt": ["$$running", 0]}, "then": x.RUNNING},
             {"case": "$$cancelled", "then": x.CANCELLED},
             {"case": "$$spent", "then": x.FAILED},
         ],
@@ -117,7 +123,13 @@ DUE: Final[Expr] = {
     "$cond": [
         _HAS_ENDED,
         x.NEVER,
-        {"$cond": [IS_FREE, {"$min": ["$$ready", "$$ends"]}, {"$ifNull": ["$$ends", x.EPOCH]}]},
+        {
+            "$cond": [
+                IS_FREE,
+                {"$min": ["$$ready", "$$first_end"]},
+                {"$ifNull": ["$$first_end", x.EPOCH]},
+            ]
+        },
     ]
 }
 #: The last outcome or the cancellation, given ``$$status``; null while the task has not ended.
@@ -146,8 +158,8 @@ def _with_another(may_add: Expr, lease_end: Expr) -> Expr:
     """
     added = _let(
         {
-            "held": {"$add": ["$$held", 1]},
-            "ends": {"$min": ["$$ends", lease_end]},
+            "running": {"$add": ["$$running", 1]},
+            "first_end": {"$min": ["$$first_end", lease_end]},
             "status": x.RUNNING,
         },
         {"status": "$$status", "due": DUE, "ended_at": None, "add": True},

@@ -25,13 +25,13 @@ def _given_status(expression: Any) -> Any:
 
 #: Expression, what it must say of a document, and how many different answers there are at least.
 PIECES: Final[dict[str, tuple[Any, Callable[[Document], Any], int]]] = {
-    "successes": ("$$ok", _count(oracle.succeeded), 3),
-    "open attempts": ("$$held", _count(oracle.is_open), 3),
-    "failures": ({"$size": "$$bad"}, _count(oracle.failed), 3),
+    "successes": ("$$successes", _count(oracle.succeeded), 3),
+    "open attempts": ("$$running", _count(oracle.is_open), 3),
+    "failures": ({"$size": "$$failures"}, _count(oracle.failed), 3),
     "cancelled": ("$$cancelled", oracle.is_cancelled, 2),
     "spent": ("$$spent", oracle.is_spent, 2),
     "ready": ("$$ready", oracle.ready_of, 20),
-    "first end of a lease": ("$$ends", oracle.lease_end_of, 20),
+    "first end of a lease": ("$$first_end", oracle.lease_end_of, 20),
     "free": (derived.IS_FREE, oracle.is_free, 2),
     "status": (derived.STATUS, oracle.status_of, 5),
     "due": (_given_status(derived.DUE), oracle.due_of, 20),
